@@ -27,9 +27,9 @@ from typing import Any
 from benchmarks.peers.vllm_server import VllmServer
 from headway.core.request import SamplingParams
 from headway.perf.latency.table import MachineRates
-from headway.runtime.assembly.instances import instance_settings, rules_of
+from headway.runtime.assembly.instances import http_cluster
+from headway.runtime.cluster.client import ClusterClient
 from headway.runtime.cluster.cluster_file import cluster_file
-from headway.runtime.cluster.http_client import HttpCluster
 from headway.runtime.embedded import model_path
 from headway.runtime.engine.protocol import SubmitRequest
 from headway.serving.load.prompts import machine
@@ -98,7 +98,7 @@ class Link:
 class Chaos:
     """Clients, servers and what happens to them."""
 
-    def __init__(self, servers: Sequence[VllmServer], links: Sequence[Link], cluster: HttpCluster, seed: int) -> None:
+    def __init__(self, servers: Sequence[VllmServer], links: Sequence[Link], cluster: ClusterClient, seed: int) -> None:
         self.servers, self.links, self.cluster = servers, links, cluster
         self.chance = random.Random(seed)
         lengths = (20, 60, 200, 500, 900, 1500, 2500)
@@ -167,7 +167,7 @@ class Chaos:
             link.delay_s = _DELAY_S
             await asyncio.sleep(_SLOW_S)
             link.delay_s = 0.0
-        while any(each.state != "ready" for each in self.cluster.instances.values()):
+        while any(each.state != "ready" for each in self.cluster.registry):
             await asyncio.sleep(0.05)
         # What was under way at the fault ends before the next one.
         until = self.answers + 8
@@ -197,9 +197,9 @@ class Chaos:
         return rows
 
 
-def cluster_of(urls: Sequence[str], model: str, rates: MachineRates) -> HttpCluster:
+def cluster_of(urls: Sequence[str], model: str, rates: MachineRates) -> ClusterClient:
     file = cluster_file({"pools": [{"backend": "vllm", "urls": list(urls)}], "placement": "jsq", "options": {}}, "jsq")
-    return HttpCluster(instance_settings(file, model, Path()), rules_of(file, model, rates))
+    return http_cluster(file, model, Path(), rates)
 
 
 async def measure(servers: Sequence[VllmServer], a: argparse.Namespace) -> Chaos:

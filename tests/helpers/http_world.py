@@ -13,9 +13,10 @@ from tests.helpers.token_server import TokenServer
 
 from headway.core.request import SamplingParams
 from headway.perf.latency.table import MachineRates
-from headway.runtime.assembly.instances import instance_settings, rules_of
+from headway.runtime.assembly.instances import http_cluster
+from headway.runtime.cluster.client import ClusterClient
 from headway.runtime.cluster.cluster_file import ClusterFile
-from headway.runtime.cluster.http_client import HttpCluster
+from headway.runtime.cluster.http_backend import HttpInstance
 from headway.runtime.embedded import model_path
 from headway.runtime.engine.protocol import SubmitRequest
 
@@ -45,7 +46,13 @@ def request(name: str, prompt: Sequence[int], output: int, **params: Any) -> Sub
     )
 
 
-async def ask(cluster: HttpCluster, name: str, prompt: Sequence[int], output: int, **params: Any) -> list[int]:
+def server_of(cluster: ClusterClient, number: int) -> HttpInstance:
+    found = cluster.registry[number]
+    assert isinstance(found, HttpInstance)
+    return found
+
+
+async def ask(cluster: ClusterClient, name: str, prompt: Sequence[int], output: int, **params: Any) -> list[int]:
     """The tokens of one answer."""
     tokens: list[int] = []
     async with aclosing(stream(cluster, name, prompt, output, **params)) as pieces:
@@ -55,7 +62,7 @@ async def ask(cluster: HttpCluster, name: str, prompt: Sequence[int], output: in
 
 
 async def stream(
-    cluster: HttpCluster, name: str, prompt: Sequence[int], output: int, **params: Any
+    cluster: ClusterClient, name: str, prompt: Sequence[int], output: int, **params: Any
 ) -> AsyncIterator[tuple[int, ...]]:
     """The tokens of each delta."""
     submit = request(name, prompt, output, **params)
@@ -71,7 +78,7 @@ async def cluster_of(
     options: dict[str, Any] | None = None,
     prefill: Sequence[TokenServer] = (),
     kv_events: Sequence[str] = (),
-) -> AsyncIterator[HttpCluster]:
+) -> AsyncIterator[ClusterClient]:
     """A started cluster of these servers, which are started too and end with the block."""
     for server in (*servers, *prefill):
         await server.start()
@@ -80,8 +87,7 @@ async def cluster_of(
     if prefill:
         pools.append({"backend": "vllm", "role": "prefill", "urls": [server.url for server in prefill]})
     file = ClusterFile.model_validate({"pools": pools, "placement": placement, "options": options or {}})
-    rules = rules_of(file, str(model_path()), RATES)
-    cluster = HttpCluster(instance_settings(file, str(model_path()), Path()), rules)
+    cluster = http_cluster(file, str(model_path()), Path(), RATES)
     try:
         await cluster.start()
         yield cluster

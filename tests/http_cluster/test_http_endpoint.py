@@ -64,7 +64,7 @@ def test_keep_alives_are_sent_while_a_long_prompt_is_computed() -> None:
 def test_a_client_of_a_busy_cluster_gets_429_and_of_one_long_without_servers_503_with_retry_after(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("headway.runtime.cluster.http_client._RETURNS_S", 0.0)
+    monkeypatch.setattr("headway.runtime.cluster.http_backend.HttpInstance.returns_s", 0.0)
 
     async def work() -> None:
         server = TokenServer(busy=1000)

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from tests.helpers.http_world import ask, cluster_of, run, until
+from tests.helpers.http_world import ask, cluster_of, run, server_of, until
 from tests.helpers.token_server import TokenServer
 
 from headway.kv.text_keys import TextKeys
@@ -254,17 +254,17 @@ def test_turns_go_where_a_server_says_that_their_text_is_cached(endpoint: str) -
                     assert instance._events is not None
                     return instance._events
 
-                for publisher, instance in zip(publishers, cluster.instances.values(), strict=True):
-                    await heard(publisher, subscription(instance))
+                for number, publisher in enumerate(publishers):
+                    await heard(publisher, subscription(server_of(cluster, number)))
                 await publishers[0].publish(stored([5] * 8))
                 await publishers[1].publish(stored(text))
-                known = [subscription(each).blocks for each in cluster.instances.values()]
+                known = [subscription(server_of(cluster, i)).blocks for i in range(2)]
                 await until(lambda: all(blocks.block_tokens for blocks in known))
                 await ask(cluster, "b", [*text, 7], 3)
                 assert [len(server.seen) for server in servers] == [1, 1]
                 await servers[1].stop()
-                await until(lambda: cluster.instances[1].state == "lost")
-                assert not subscription(cluster.instances[1]).blocks.block_tokens
+                await until(lambda: cluster.registry[1].state == "lost")
+                assert not subscription(server_of(cluster, 1)).blocks.block_tokens
         finally:
             for publisher in publishers:
                 publisher.close()

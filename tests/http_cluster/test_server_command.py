@@ -16,19 +16,19 @@ from tests.helpers.token_server import greedy
 
 from headway.core.errors import ConfigError
 from headway.core.machine import free_port
-from headway.runtime.assembly.instances import instance_settings, rules_of
+from headway.runtime.assembly.instances import http_cluster
+from headway.runtime.cluster.client import ClusterClient
 from headway.runtime.cluster.cluster_file import cluster_file
-from headway.runtime.cluster.http_client import HttpCluster
 from headway.runtime.cluster.server_command import ServerCommand
 from headway.runtime.embedded import model_path
 
 SERVER = f"{sys.executable} -m tests.helpers.token_server {{port}}"
 
 
-def cluster(command: str, folder: Path, count: int = 2) -> HttpCluster:
+def cluster(command: str, folder: Path, count: int = 2) -> ClusterClient:
     data = {"pools": [{"backend": "vllm", "count": count, "command": command}]}
     file = cluster_file(data, "c")
-    return HttpCluster(instance_settings(file, str(model_path()), folder), rules_of(file, str(model_path()), RATES))
+    return http_cluster(file, str(model_path()), folder, RATES)
 
 
 def test_servers_are_started_again_after_a_kill_and_ended_with_the_cluster(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ from tests.helpers.polling import eventually, run_ready_tasks
 
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
 from headway.core.request import Slo, cut
-from headway.runtime.cluster.instances import InstanceLoad
-from headway.runtime.cluster.live_requests import MOST_RUNS_LOST
+from headway.runtime.cluster.instances import MOST_RUNS_LOST, InstanceLoad
 from headway.runtime.engine.protocol import (
     AbortRequest,
     ComputeSpan,

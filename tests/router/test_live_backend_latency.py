@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 from tests.helpers.cluster_clients import SHAPE, PerToken
@@ -38,8 +38,7 @@ def test_each_instance_is_predicted_by_its_own_current_table() -> None:
         asked.append(info)
         return PerToken() if info is None or info.latency is None else _Slower(info.latency["times"])
 
-    nobody: Any = None
-    backend = LiveBackend(registry, nobody, latency_of, SHAPE, False, 0, lambda: 0.0)
+    backend = LiveBackend(registry, latency_of, SHAPE, False, 0, lambda: 0.0)
     request = Request(id="r", arrival_s=0.0, prompt_tokens=1000, max_output_tokens=1)
     alone_s = PerToken().prefill_s(0, 1000, GroupShape(1))
     assert backend.prefill_estimate(request, (0,)) == (1000, 2.0 * alone_s)

@@ -65,6 +65,7 @@ def serve_cluster(file: ClusterFile, where: str, model: str, settings: ServeSett
         # Host of each instance by number: filled by the factory.
         host_of: dict[int, int] = {}
         instances: list[LiveInstance] = []
+        client: ClusterClient | None = None
         factory: InstanceFactory | None = None
         folder = ScratchFolder("headway-cluster-")
         hosts = _open_hosts(file, model, settings, host_of)
@@ -85,9 +86,9 @@ def serve_cluster(file: ClusterFile, where: str, model: str, settings: ServeSett
                 in_place=file.in_place,
             )
             started = _serve(client, model, server, sockets, allow_public)
-            instances = list(client.registry)  # includes instances that joined while serving
         finally:
-            for each in instances:
+            # The client's include instances that joined while serving.
+            for each in instances if client is None else client.registry:
                 each.end()
             if factory is not None:
                 factory.close()
@@ -105,17 +106,14 @@ def serve_http_cluster(
     model: the checkpoint's folder; api_key: sent to the instances. Raises ConfigError when the cluster cannot start.
     """
     with _bound(settings, allow_public) as sockets:
-        from headway.runtime.assembly.instances import instance_settings, rules_of
-        from headway.runtime.cluster.http_client import HttpCluster
+        from headway.runtime.assembly.instances import http_cluster
         from headway.vllm.latency import EngineFacts, machine_rates
 
         # Where they compute is not known: the rates are this processor's until each instance has been measured.
         rates = machine_rates(EngineFacts(hf_config={}, dtype_bytes=4, device_name="cpu"))
         folder = ScratchFolder("headway-cluster-")
         try:
-            client = HttpCluster(
-                instance_settings(file, model, folder.path), rules_of(file, model, rates), api_key=api_key
-            )
+            client = http_cluster(file, model, folder.path, rates, api_key)
             started = _serve(client, model, settings, sockets, allow_public)
         finally:
             folder.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,9 +15,9 @@ from headway.perf.latency.table import MachineRates, roofline
 from headway.policy.placement.registry import PolicyContext
 from headway.runtime.assembly.cluster import links, policies_of, shape_of
 from headway.runtime.assembly.facts import eos_ids, longest_context, model_name
+from headway.runtime.cluster.client import ClusterClient, ClusterRules
 from headway.runtime.cluster.cluster_file import LARGEST_POOL, ClusterFile, first_of, nodes_of
-from headway.runtime.cluster.http_backend import LearnedLatency
-from headway.runtime.cluster.http_client import HttpClusterRules, HttpInstanceSettings
+from headway.runtime.cluster.http_backend import HttpInstance, HttpInstanceSettings, LearnedLatency
 from headway.runtime.cluster.instances import Launch, LiveInstance
 from headway.runtime.cluster.kv_events import events_config
 from headway.runtime.cluster.server_command import ServerCommand, server_words
@@ -26,6 +27,8 @@ from headway.runtime.engine.protocol import EngineInfo
 from headway.runtime.launcher.network import ENGINE, new_token
 from headway.runtime.launcher.ray_hosts import RayHosts
 from headway.runtime.launcher.standby import EngineTemplate, TemplatePool
+
+log = logging.getLogger("headway.cluster")
 
 
 def instance_settings(file: ClusterFile, model: str, folder: Path) -> list[HttpInstanceSettings]:
@@ -45,8 +48,11 @@ def instance_settings(file: ClusterFile, model: str, folder: Path) -> list[HttpI
     return found
 
 
-def rules_of(file: ClusterFile, model: str, rates: MachineRates) -> HttpClusterRules:
-    """Return the policy, its predictions, and the checkpoint's facts. rates: where predictions start from."""
+def http_cluster(
+    file: ClusterFile, model: str, folder: Path, rates: MachineRates, api_key: str | None = None
+) -> ClusterClient:
+    """Return a cluster of servers with vLLM's HTTP API. folder: see `instance_settings`. rates: where predictions start
+    from. api_key: sent to the servers."""
     shape, between = shape_of(model), links(file)
     source = f"roofline of {rates.name}"
     base = RingLatency(roofline(shape, rates), shape, between.inside, between.across, source=source)
@@ -79,17 +85,25 @@ def rules_of(file: ClusterFile, model: str, rates: MachineRates) -> HttpClusterR
         weights_bytes=0,
         kv_bytes=0,
         eos_token_ids=eos_ids(Path(model)),
-        layout=f"{sum(pool.size for pool in file.pools)} servers",
+        layout="server",
         profile=latency.source,
     )
-    return HttpClusterRules(
-        placement=file.placement,
-        policy=policies_of(file, context),
-        latency=latency,
-        shape=shape,
-        links=between,
-        model=facts,
-    )
+    rules = ClusterRules(policy=policies_of(file, context), latency=latency, shape=shape)
+
+    def made(infos: Sequence[EngineInfo]) -> ClusterRules:
+        lengths = [info.max_model_len for info in infos]
+        if len(set(lengths)) > 1:
+            log.warning("requests of up to %d tokens are served: the instances' lengths are %s", min(lengths), lengths)
+        return rules
+
+    def another(number: int, pool: int, incarnation: int, kv_bytes: int | None) -> LiveInstance:
+        raise RequestError("instances of backend vllm are those of the cluster file: add it there, and restart", "pool")
+
+    instances = [
+        HttpInstance(number, settings, latency, facts, shape.kv_bytes_per_token, api_key)
+        for number, settings in enumerate(instance_settings(file, model, folder))
+    ]
+    return ClusterClient(instances, between, made, placement=file.placement, another=another)
 
 
 def launcher(

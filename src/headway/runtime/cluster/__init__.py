@@ -1,7 +1,7 @@
 """Many instances behind one endpoint: the controller's live side, native instances, and servers behind HTTP.
 
-Start with `client` (the cluster as one engine), `driver` (the controller's messages) and `native_backend`;
-`http_client`, `http_driver` and `http_backend` are the same three over HTTP.
+Start with `client` (the cluster as one engine), `driver` (its controller, and what instances report), `requests` (a
+request, its attempts and retries) and the two backends, `native_backend` and `http_backend`.
 
 1. Placement policies and `headway.control` are those of the simulator; what instances cannot do they declare.
 2. One event loop, one message at a time, one settling of the controller after each.

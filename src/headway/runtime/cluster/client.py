@@ -2,7 +2,8 @@
 and one report for all of them, belong to it.
 
 The policies (`headway.policy.placement`) and the controller (`headway.control`) are the same objects that the simulator
-drives. Requests are accepted here, up to a bound, and answered here; `LiveController` does what is in between.
+drives. Requests are accepted here, up to a bound, and answered here; `ClusterDriver` does what is in between. Instances
+are native ones or servers behind HTTP.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from headway.policy.placement.contract import (
     RateTable,
     too_long,
 )
-from headway.runtime.cluster.driver import DecisionLog, LiveController
+from headway.runtime.cluster.driver import ClusterDriver, DecisionLog, InstanceMessages
+from headway.runtime.cluster.http_backend import HttpInstance
 from headway.runtime.cluster.instances import (
     ClusterReport,
     ImprovementRateAdmin,
@@ -39,9 +41,9 @@ from headway.runtime.cluster.instances import (
     InstanceReport,
     LiveInstance,
 )
-from headway.runtime.cluster.membership import LiveMembership
+from headway.runtime.cluster.membership import ClusterMembership
 from headway.runtime.cluster.native_backend import LatencyOf
-from headway.runtime.cluster.requests import ClusterRequest, InstanceRegistry, time_limit
+from headway.runtime.cluster.requests import ClusterRequest, InstanceRegistry, InstanceTable, time_limit
 from headway.runtime.engine.config import accumulate_counters
 from headway.runtime.engine.protocol import (
     EngineInfo,
@@ -54,9 +56,13 @@ from headway.runtime.engine.protocol import (
     SubmitRequest,
 )
 
+log = logging.getLogger("headway.cluster")
+
 _SAME = ("model", "architecture", "dtype", "vocab_size", "parameters", "eos_token_ids")
 _SUMMED = ("kv_tokens_total", "max_num_seqs", "max_queued_requests", "weights_bytes", "kv_bytes")
 _NEWEST = ("last_chunk_tokens", "last_iteration_s")
+_ABSENT_S = 10.0
+"""Seconds that the start waits for a server that others run, if another one serves."""
 
 
 def merged_info(infos: Sequence[EngineInfo], longest: int = 0) -> EngineInfo:
@@ -115,6 +121,7 @@ def merged_stats(all_stats: Sequence[EngineStats], waiting: int) -> EngineStats:
     )
 
 
+Instances = InstanceTable[LiveInstance] | InstanceTable[HttpInstance]
 Another = Callable[[int, int, int, int | None], LiveInstance]
 """Starts one more instance, from (number, pool, number of processes that had the number before, bytes of KV of the
 pool's other instances; None: there are none). Raises RequestError."""
@@ -123,29 +130,31 @@ pool's other instances; None: there are none). Raises RequestError."""
 class InstanceRoster:
     """All instances of one cluster, with their tasks and the counters of those that have left."""
 
-    def __init__(self, registry: InstanceRegistry, listener: InstanceEvents, another: Another | None) -> None:
+    def __init__(self, registry: Instances, listener: InstanceEvents, another: Another | None) -> None:
         self._registry, self._listener, self._another = registry, listener, another
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._incarnations: dict[int, int] = {}
         self.gone = EngineStats()
         """Counters of the instances that have left."""
 
-    def look_after(self, instance: LiveInstance) -> None:
+    def look_after(self, instance: LiveInstance | HttpInstance) -> None:
         """Start the task that runs an instance and receives its messages."""
         self._tasks[instance.number] = asyncio.create_task(instance.look_after(self._listener))
 
-    def stop(self) -> None:
-        """Cancel the tasks of all instances."""
-        for task in self._tasks.values():
+    async def stop(self) -> None:
+        """Cancel the tasks of all instances, and wait for their end."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    def reports(self, membership: LiveMembership | None) -> list[InstanceReport]:
+    def reports(self, membership: ClusterMembership | None) -> list[InstanceReport]:
         """Return the reports of all instances."""
         placed = Counter[int]() if membership is None else membership.placed()
         return [self._report(each, membership, placed) for each in self._registry]
 
     def _report(
-        self, instance: LiveInstance, membership: LiveMembership | None, all_placed: Counter[int]
+        self, instance: LiveInstance | HttpInstance, membership: ClusterMembership | None, all_placed: Counter[int]
     ) -> InstanceReport:
         number, stats = instance.number, instance.stats
         placed = all_placed[number]
@@ -174,7 +183,7 @@ class InstanceRoster:
             failure=instance.failure,
         )
 
-    def join(self, pool: int, membership: LiveMembership) -> InstanceReport:
+    def join(self, pool: int, membership: ClusterMembership) -> InstanceReport:
         """See `InstanceAdmin.join`. The instance gets the lowest free number."""
         if self._another is None:
             raise RequestError("this cluster cannot start more instances", "pool")
@@ -185,7 +194,7 @@ class InstanceRoster:
             instance = self._another(number, pool, self._incarnations.get(number, 0), self._kv_bytes(pool))
         except OSError as error:
             raise UnavailableError(f"instance {number} cannot be started: {error}", 30.0) from error
-        self._registry.add(instance)
+        cast(InstanceRegistry, self._registry).add(instance)
         membership.reserve(number)
         self.look_after(instance)
         return self._report(instance, membership, membership.placed())
@@ -195,7 +204,7 @@ class InstanceRoster:
         infos = [each.info for each in self._registry if each.pool == pool and each.info is not None]
         return max((info.kv_bytes for info in infos), default=None)
 
-    def leave(self, number: int, membership: LiveMembership, served: int) -> InstanceReport:
+    def leave(self, number: int, membership: ClusterMembership, served: int) -> InstanceReport:
         """See `InstanceAdmin.leave`. served: tokens of the longest request that is accepted."""
         instance = self._registry[number]
         # Without a process there is nothing to drain: the instance leaves at once.
@@ -210,7 +219,7 @@ class InstanceRoster:
             membership.close(number)
         return self._report(instance, membership, membership.placed())
 
-    def remove(self, instance: LiveInstance) -> None:
+    def remove(self, instance: LiveInstance | HttpInstance) -> None:
         """Remove an instance from the cluster, and keep its counters."""
         self.gone = accumulate_counters(self.gone, accumulate_counters(instance.stats, EngineStats()))
         # A later instance of this number goes on counting, so that its peers can tell it from this one.
@@ -221,7 +230,7 @@ class InstanceRoster:
 
 class InstanceEvents:
     """Called on the event loop with what happens to instances, in order. What they report about requests goes to
-    `LiveController.messages`."""
+    `ClusterDriver.reports`."""
 
     said: Callable[[int, FromInstance], None]
     """A message about a span task, a KV slice or a reservation has come."""
@@ -230,11 +239,11 @@ class InstanceEvents:
     measured: Callable[[int], None]
     """A new stats snapshot has come."""
 
-    def __init__(self, registry: InstanceRegistry, another: Another | None, is_lost: Callable[[], bool]) -> None:
+    def __init__(self, registry: Instances, another: Another | None, is_lost: Callable[[], bool]) -> None:
         """another: see `InstanceRoster`. is_lost: whether no instance can serve, or come."""
         self._registry, self._is_lost = registry, is_lost
         self.roster = InstanceRoster(registry, self, another)
-        self._live: LiveController | None = None
+        self._live: ClusterDriver | None = None
         # Nothing can be about a request before there is a controller.
         self.said = lambda number, message: None
         self.heard = lambda number, delta: None
@@ -249,25 +258,36 @@ class InstanceEvents:
         """Run all instances, and return when each is ready. Raises ConfigError when one has failed."""
         loop = asyncio.get_running_loop()
         self._ready = {each.number: loop.create_future() for each in self._registry}
-        for each in list(self._registry):
+        for each in self._registry:
             self.roster.look_after(each)
-        await asyncio.gather(*self._ready.values())
+        await asyncio.gather(*(self._ready[each.number] for each in self._registry if each.required))
+        others = {each: self._ready[each.number] for each in self._registry if isinstance(each, HttpInstance)}
+        if others:
+            await asyncio.wait(others.values(), timeout=_ABSENT_S)
+        for future in others.values():
+            if future.done():
+                future.result()
+        if absent := ", ".join(each.url for each, future in others.items() if not future.done()):
+            if not any(future.done() for future in others.values()):
+                raise ConfigError(f"no server answers at {absent}: start them, or correct the pool's urls")
+            log.warning("the cluster serves without %s, which does not answer; it joins when it does", absent)
 
-    def begin(self, live: LiveController, info: EngineInfo) -> None:
+    def begin(self, live: ClusterDriver, info: EngineInfo) -> None:
         """Bring events before a controller from now on. info: what instances that join later have to agree with."""
         self._live, self._info = live, info
         self._least = min((each.info.max_model_len for each in self._registry if each.info is not None), default=0)
-        self.said, self.heard, self.measured = live.messages.said, live.messages.heard, live.messages.measured
-        live.messages.sampled = self.sampled
+        self.measured = live.reports.measured
+        if isinstance(live.reports, InstanceMessages):
+            self.said, self.heard, live.reports.sampled = live.reports.said, live.reports.heard, self.sampled
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the tasks of all instances, and the wait for them."""
         for future in self._ready.values():
             if not future.done():
                 future.set_exception(UnavailableError("the server is closing"))
                 # Retrieved, or asyncio would log it if no caller awaits the start.
                 future.exception()
-        self.roster.stop()
+        await self.roster.stop()
 
     # -- the listener -------------------------------------------------------------------------------------------------
 
@@ -330,9 +350,6 @@ class InstanceEvents:
         return None
 
 
-log = logging.getLogger("headway.cluster")
-
-
 class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
     """Settings that depend on the instances' own reports, made once they are ready."""
 
@@ -356,7 +373,7 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
 
     def __init__(
         self,
-        instances: Sequence[LiveInstance],
+        instances: Sequence[LiveInstance] | Sequence[HttpInstance],
         links: ClusterLinks,
         make: Callable[[Sequence[EngineInfo]], ClusterRules],
         *,
@@ -371,12 +388,14 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
         groups decode where their KV lies, instead of gathering it on one instance. clock: seconds, of the same clock as
         the event loop's.
         """
-        self.registry = InstanceRegistry(instances)
+        native = [each for each in instances if isinstance(each, LiveInstance)]
+        servers = [each for each in instances if isinstance(each, HttpInstance)]
+        self.registry: Instances = InstanceTable(servers) if servers else InstanceRegistry(native)
         self._links, self._make, self._placement = links, make, placement
         self._backends, self._in_place, self._clock = backends, in_place, clock
         self._events = InstanceEvents(self.registry, another, lambda: self.state == "lost")
         self._roster = self._events.roster
-        self._live: LiveController | None = None
+        self._live: ClusterDriver | None = None
         self._starting: asyncio.Future[EngineInfo] | None = None
         self._info: EngineInfo | None = None
         self._drains = False
@@ -445,32 +464,29 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> EngineInfo:
-        instances = list(self.registry)
         try:
             await self._events.all_ready()
-            infos = [cast(EngineInfo, each.info) for each in instances]
+            there = [each for each in self.registry if each.seen and each.info is not None]
+            infos = [cast(EngineInfo, each.info) for each in there]
+            if not infos:
+                raise ConfigError("no instance serves that decodes")
             merged_info(infos)
             rules = self._make(infos)
-            info = merged_info(infos, rules.longest([each.initial_instance for each in instances]))
-            losses = max(each.config.max_restarts for each in instances)
-            live = LiveController(
+            info = merged_info(infos, rules.longest([each.initial_instance for each in there]))
+            live = ClusterDriver(
                 self.registry,
                 self._links,
                 rules.policy,
                 rules.latency_of or (lambda info: rules.latency),
                 rules.shape,
                 self._backends,
-                losses,
                 self._in_place,
                 rules.rows,
                 rules.longest,
                 rules.log,
                 self._clock,
             )
-            live.membership.renew()
-            live.membership.restart_silent()
-            if live.requests.not_placeable is not None:
-                raise ConfigError(live.requests.not_placeable)
+            live.begin()
         except ConfigError as error:
             self.failure = str(error)
             raise
@@ -487,13 +503,13 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
                 live.settle()
                 last = False
                 while not last:
-                    delta = await asked.answer.get()
+                    delta = await asked.next_delta()
                     last = delta.finish is not None
                     yield delta
         finally:
             live.requests.leave(asked)
 
-    def _accepts(self, submit: SubmitRequest) -> LiveController:
+    def _accepts(self, submit: SubmitRequest) -> ClusterDriver:
         """Return the controller, or raise the error of a request that cannot be accepted."""
         live, state = self._live, self.state
         if live is None or state in ("starting", "draining"):
@@ -501,6 +517,10 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
         if state == "lost":
             why = live.requests.not_placeable
             raise UnavailableError(f"no instance is left to serve ({why}); the cluster must be restarted", 30.0)
+        unable_s = self._clock() - live.membership.unable_s
+        if not submit.resubmitted and unable_s > min(each.returns_s for each in self.registry):
+            raise UnavailableError("no instance serves at present", 2.0)
+        live.backend.check(submit)
         if submit.id in live.requests.asked:
             raise RequestError(f"request id {submit.id!r} is in use", "id")
         why = too_long(submit.prompt_tokens, submit.params.max_tokens, self.info.max_model_len)
@@ -508,7 +528,7 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
             raise RequestError(why, "prompt")
         most = self._most_waiting
         unanswered = live.requests.unanswered
-        if not submit.resubmitted and unanswered >= most:
+        if not submit.resubmitted and 0 < most <= unanswered:
             raise OverloadedError(
                 f"{unanswered} requests are waiting, which is the limit; try again later", live.membership.patience_s
             )
@@ -527,8 +547,8 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
     async def close(self) -> None:
         if self._live is not None:
             self._live.close()
-        self._events.close()
-        self.end()
+        await self._events.close()
+        await asyncio.gather(*(each.close() for each in self.registry))
 
     def end(self) -> None:
         """End all instances. For callers without an event loop. Harmless when repeated."""
@@ -540,17 +560,14 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
     @override
     def report(self) -> ClusterReport:
         live = self._live
-        return ClusterReport(
+        report = ClusterReport(
             placement=self._placement,
             state=self.state,
             requests=0 if live is None else len(live.requests.asked),
             waiting=0 if live is None else live.requests.waiting,
-            transfers=0 if live is None else live.backend.moves.under_way,
-            decodes_moved=0 if live is None else live.backend.stays.halted,
-            groups_grown=0 if live is None else live.backend.steps.grown,
-            groups_shrunk=0 if live is None else live.backend.steps.shrunk,
             instances=self._roster.reports(None if live is None else live.membership),
         )
+        return report if live is None else msgspec.structs.replace(report, **live.backend.counts())
 
     @override
     def join(self, pool: int) -> InstanceReport:

@@ -1,7 +1,8 @@
-"""The live cluster's controller: messages of instances go in; deltas, policy events and messages to instances come out.
+"""The live cluster's controller: what instances report goes in; deltas, policy events and what they are to do come out.
 
-One per cluster, made when the first instances are ready. Everything happens on the asyncio event loop, in the order in
-which messages arrive; after each of them the `ClusterController` is settled once.
+One per cluster, of native instances or of servers behind HTTP, made when the first instances are ready. Everything
+happens on the asyncio event loop, in the order in which reports arrive; after each of them the `ClusterController` is
+settled once.
 """
 
 from __future__ import annotations
@@ -12,41 +13,51 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from headway.control.controller import ClusterController
 from headway.control.entries import SpanEntry
 from headway.control.log import RecordingController
-from headway.core.errors import RequestError
+from headway.core.errors import ConfigError, RequestError, UnavailableError
 from headway.perf.hardware import ModelShape
 from headway.policy.placement.contract import ClusterInstance, ClusterLinks, ClusterState, PlacementPolicy
-from headway.runtime.cluster.live_requests import LiveRequests, samples_of
-from headway.runtime.cluster.membership import LiveMembership
-from headway.runtime.cluster.native_backend import (
+from headway.runtime.cluster.http_backend import HttpAnswers, HttpBackend, HttpInstance
+from headway.runtime.cluster.instances import LiveInstance
+from headway.runtime.cluster.membership import ClusterMembership
+from headway.runtime.cluster.native_backend import LatencyOf, LiveBackend
+from headway.runtime.cluster.policies import PlacementChain
+from headway.runtime.cluster.requests import (
     BatchComplete,
+    ClusterRequests,
     DecodeOver,
-    LatencyOf,
-    LiveBackend,
+    InstanceRegistry,
+    InstanceTable,
+    RequestAttempt,
     RequestReleased,
     SliceSent,
+    SpanStopped,
 )
-from headway.runtime.cluster.policies import PlacementChain
-from headway.runtime.cluster.requests import AttemptTable, InstanceRegistry, RequestAttempt
 from headway.runtime.engine.protocol import (
+    ChunkSample,
     EngineSamples,
     FromInstance,
+    IterationSample,
     KvArrived,
     OutputDelta,
     ReserveKv,
     SpanTaskDone,
     SpanTaskLost,
     SpanTaskPaused,
+    TransferSample,
 )
 
 log = logging.getLogger("headway.cluster")
 
 TRY_AGAIN_S = 1.0
 """Seconds until another try after settling has failed."""
+SILENT_S = 300.0
+"""Seconds without a message after which an instance counts as stuck though its process sends heartbeats: no iteration
+takes that long."""
 
 
 class SettlingLoop:
@@ -129,13 +140,14 @@ class InstanceMessages:
         self,
         controller: ClusterController,
         backend: LiveBackend,
-        requests: LiveRequests,
-        membership: LiveMembership,
+        requests: ClusterRequests,
+        membership: ClusterMembership,
         settle: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
         self._controller, self._backend, self._requests, self._membership = controller, backend, requests, membership
         self._settle, self._clock = settle, clock
+        self._silent: asyncio.TimerHandle | None = None
         self.sampled: Callable[[int, EngineSamples], None] = lambda number, samples: None
         """Called with samples of what instances compute outside of their schedulers."""
 
@@ -175,11 +187,11 @@ class InstanceMessages:
                 # Later, not at once: a peer's loss is often noticed before the end of its process is.
                 case SpanTaskLost(why=why, by=by):
                     self._requests.retry(attempt, f"instance {number}: {why}", later=True)
-                    self._membership.suspect(number, by, attempt.asked.submit.id, why)
+                    self._suspect(number, by, attempt.asked.submit.id, why)
                 case ReserveKv(serial=serial):
                     self._backend.moves.reserved(attempt, number, serial)
                 case KvArrived(source=source):
-                    self._membership.peers.worked((number, source))
+                    self._backend.peers.worked((number, source))
                     self._backend.moves.arrived(attempt, message)
         self._settle()
 
@@ -242,7 +254,7 @@ class InstanceMessages:
 
     def _task_done(self, number: int, attempt: RequestAttempt, message: SpanTaskDone) -> None:
         # Before the message is handled, which takes the sender out of `running`: all links of the group have worked.
-        self._membership.peers.worked({number, *attempt.running})
+        self._backend.peers.worked({number, *attempt.running})
         # With a step number the group is decoding in place: the task was one token, not a span of the prompt.
         if attempt.step is None:
             self.complete(self._backend.runs.done(number, attempt, message))
@@ -259,6 +271,59 @@ class InstanceMessages:
             if attempt.entry is None:
                 self.decoded(attempt, False)
 
+    def _suspect(self, number: int, by: int | None, request: str, why: str) -> None:
+        """Count a loss at instance `number` against instance `by`, and restart the one that `PeerHealth` names."""
+        other = None if by is None else self._backend.registry.get(by)
+        if by is None or other is None or not other.serves:
+            return
+        verdict = self._backend.peers.lost(number, by, request, self._clock())
+        if verdict is not None:
+            membership = self._membership
+            # Never give up an instance without which the policy could not place requests.
+            for_good = verdict.for_good and membership.refuses(membership.others(verdict.number)) is None
+            what = f"instances {number} and {by} do not work together: {why}" if number != by else why
+            self._backend.registry[verdict.number].restart(f"instance {verdict.number} is ended: {what}", for_good)
+
+    def restart_silent(self) -> None:
+        """Restart instances that are silent for `SILENT_S`, now and every thirtieth of it from now on."""
+        now = self._clock()
+        for each in self._backend.registry:
+            if each.serves and now - each.heard_s > SILENT_S:
+                why = f"instance {each.number} is ended: it has said nothing for {SILENT_S:g} s, though it runs"
+                each.restart(why, for_good=False)
+        self._silent = asyncio.get_running_loop().call_later(SILENT_S / 30, self.restart_silent)
+
+    def close(self) -> None:
+        """Cancel the timer."""
+        if self._silent is not None:
+            self._silent.cancel()
+
+
+def samples_of(number: int, message: FromInstance, attempt: RequestAttempt) -> EngineSamples | None:
+    """Return the samples of a message of instance `number`; None for one that ends neither task nor slice."""
+    name = attempt.asked.submit.id
+    match message:
+        case KvArrived():
+            return EngineSamples(transfers=(TransferSample(name, message.source, message.began_s, message.ended_s),))
+        case SpanTaskDone():
+            return EngineSamples((_task(name, number, message, attempt),))
+    return None
+
+
+def _task(name: str, number: int, message: SpanTaskDone, attempt: RequestAttempt) -> IterationSample:
+    begun_s = message.began_s
+    # A group that decodes in place: the task is one token.
+    if attempt.step is not None or message.index >= len(attempt.runs):
+        return IterationSample(0, 0, begun_s, begun_s, message.ended_s, 0.0, 1)
+    span = attempt.runs[message.index]
+    prompt = max(span.end, attempt.request.prompt_tokens)
+    limit = "rest of the prompt" if span.end >= prompt else "host or KV shard"
+    # What the group computes together counts once: each instance shows its part.
+    share = -(-(span.end - span.start) // len(span.group))
+    start = min(span.end, span.start + share * span.group.index(number))
+    chunk = ChunkSample(name, start, min(share, span.end - start), prompt - start, limit)
+    return IterationSample(0, 0, begun_s, begun_s, message.ended_s, 0.0, 0, (chunk,))
+
 
 class DecisionLog(NamedTuple):
     """Destination of the lines of `control.log`."""
@@ -269,18 +334,17 @@ class DecisionLog(NamedTuple):
     """What else a replay needs: written once, at the head of the log."""
 
 
-class LiveController:
+class ClusterDriver:
     """Drives one `ClusterController` over live instances: puts the parts together, and settles them."""
 
     def __init__(
         self,
-        registry: InstanceRegistry,
+        registry: InstanceTable[LiveInstance] | InstanceTable[HttpInstance],
         links: ClusterLinks,
         make: Callable[[], PlacementPolicy],
         latency_of: LatencyOf,
         shape: ModelShape,
         backends: int = 16,
-        most_losses: int = 3,
         in_place: bool = False,
         rows: int = 0,
         longest: Callable[[Sequence[ClusterInstance]], int] = lambda instances: 0,
@@ -290,22 +354,16 @@ class LiveController:
         """Open all instances of `registry`; those that are not ready yet are closed again at once.
 
         make: returns a new policy. shape: of the model. backends: slices of KV that an instance receives at a time.
-        most_losses: see `LiveRequests`. in_place: groups decode where their KV lies (`LiveResidency`). rows: see
-        `SpanTask.rows`. longest: see `ClusterRules`. log: of all decisions, for a replay. clock: seconds, of the same
-        clock as the event loop's.
+        in_place: groups decode where their KV lies (`LiveResidency`). rows: see `SpanTask.rows`. longest: see
+        `ClusterRules`. log: of all decisions, for a replay. clock: seconds, of the same clock as the event loop's.
         """
         self._clock = clock
-        attempts = AttemptTable()
-        cluster = ClusterState([each.initial_instance for each in registry], links)
-        self.backend = LiveBackend(
-            registry,
-            attempts,
-            latency_of,
-            shape,
-            in_place,
-            rows,
-            clock,
-        )
+        self.backend: LiveBackend | HttpBackend
+        if isinstance(registry, InstanceRegistry):
+            self.backend = LiveBackend(registry, latency_of, shape, in_place, rows, clock)
+        else:
+            self.backend = HttpBackend(cast(InstanceTable[HttpInstance], registry), clock)
+        cluster = ClusterState([each.initial_instance for each in registry if each.seen], links)
         self.policies = PlacementChain(make)
         kind = ClusterController if log is None else partial(RecordingController, sink=log.sink, about=log.about)
         self.controller: ClusterController = kind(
@@ -313,21 +371,37 @@ class LiveController:
         )
         self._loop = SettlingLoop(self.controller, self.backend.expecting, self._follow, clock)
         self.settle = settle = self._loop.settle
-        self.requests = LiveRequests(self.controller, registry, attempts, most_losses, settle, clock)
-        self.membership = LiveMembership(
-            self.controller, cluster, registry, self.backend, make, longest, self.requests, settle, clock
+        limits = max(each.limits for each in registry)
+        self.requests = ClusterRequests(self.controller, self.backend, limits, settle, clock)
+        self.membership = ClusterMembership(
+            self.controller, cluster, self.backend, make, longest, self.requests, settle, clock
         )
-        self.messages = InstanceMessages(self.controller, self.backend, self.requests, self.membership, settle, clock)
+        self.reports: InstanceMessages | HttpAnswers
+        if isinstance(self.backend, LiveBackend):
+            self.reports = InstanceMessages(
+                self.controller, self.backend, self.requests, self.membership, settle, clock
+            )
+        else:
+            self.reports = HttpAnswers(self.controller, self.backend, self.requests, settle, clock)
         # The controller opens every instance of its snapshot; those that are not ready join later through `joined`.
         for each in registry:
-            if each.state != "ready":
+            if each.seen and each.state != "ready":
                 self.controller.lost(each.number, clock())
 
+    def begin(self) -> None:
+        """Begin to watch the instances. Raises ConfigError where the policy cannot place requests on them."""
+        self.membership.renew()
+        if isinstance(self.reports, InstanceMessages):
+            self.reports.restart_silent()
+        if self.requests.not_placeable is not None:
+            raise ConfigError(self.requests.not_placeable)
+
     def close(self) -> None:
-        """Cancel all timers."""
+        """Cancel all timers, and end all requests."""
         self._loop.close()
-        self.membership.stop()
+        self.reports.close()
         self.requests.retries.close()
+        self.requests.fail_all(UnavailableError("the server is closing"))
 
     # -- what came up inside calls of the controller ------------------------------------------------------------------
 
@@ -355,12 +429,16 @@ class LiveController:
                 case BatchComplete(entry) if entry.state == "running":
                     some = True
                     with self._isolate(entry.owner):
-                        self.messages.complete(entry)
+                        cast(InstanceMessages, self.reports).complete(entry)
+                case SpanStopped(entry, share) if entry.state == "running":
+                    some = True
+                    with self._isolate(entry.owner):
+                        self.controller.span_paused(entry, 0, self._clock(), share=share)
                 # The decode ends as soon as it has begun.
                 case DecodeOver(attempt) if attempt.controlled.resident:
                     some = True
                     with self._isolate(attempt.request.id):
-                        self.messages.decoded(attempt, True)
+                        self.controller.left_scheduler(attempt.controlled, attempt.said, True, self._clock())
                 case RequestReleased(attempt, why):
                     if why is not None and attempt.controlled.rejected:
                         attempt.asked.fail(RequestError(why))
@@ -385,11 +463,7 @@ class LiveController:
 
     def _follow_kv_claims(self) -> bool:
         """A request that waits for KV which others, directly or not, would only free after it: it begins again."""
-        kv = self.backend.registry.kv
-        check = kv.grown and bool(self.backend.moves.waiting)
-        found = self.requests.gives_way() if check else None
-        # After one has given way, others may still wait for each other.
-        kv.grown = found is not None
+        found = self.backend.gives_way({name: number for number, name in enumerate(self.requests.asked)})
         if found is not None:
             attempt, helps = found
             why = "requests would wait for each other's room for KV"

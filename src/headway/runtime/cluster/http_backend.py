@@ -10,129 +10,56 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, cast
 
+import msgspec
 import numpy as np
 
 from headway.control.backend import ActionImpossible, InstanceBackend, SchedulerStats
+from headway.control.controller import ClusterController
 from headway.control.entries import ControlledRequest, KvSlice, SpanEntry
-from headway.control.lifecycle import RequestLifecycle
+from headway.core.errors import HeadwayError, OverloadedError
 from headway.core.request import Phase, Request, Span
-from headway.kv.text_keys import TextKeys
 from headway.perf.latency.groups import GroupLatency, GroupShape
 from headway.policy.placement.contract import HTTP_CAPABILITIES, ClusterInstance, Role
 from headway.runtime.cluster.http_server import (
     AnswerStream,
     HttpServer,
     ServedModel,
+    ServerBusyError,
     ServerGoneError,
     ServerLoad,
+    StreamedTokens,
     begins_anew,
+    check_supported,
+    open_session,
+    read_answer,
     sent_salt,
+    without_end_token,
 )
-from headway.runtime.cluster.instances import ASSUMED_BLOCK, AssumedKeys, InstanceState, shareable, text_of
+from headway.runtime.cluster.instances import ASSUMED_BLOCK, AssumedKeys, InstanceState, RetryLimits, shareable
 from headway.runtime.cluster.kv_events import KvEvents
-from headway.runtime.cluster.requests import AnswerQueue
+from headway.runtime.cluster.requests import (
+    AttemptTable,
+    BackendEvent,
+    ClusterRequest,
+    ClusterRequests,
+    DecodeOver,
+    InstanceTable,
+    RequestAttempt,
+    RequestReleased,
+    SpanStopped,
+)
 from headway.runtime.cluster.server_command import ServerCommand
 from headway.runtime.engine.config import GaveUpError, RestartLimit
-from headway.runtime.engine.protocol import FinishReason, OutputDelta, SubmitRequest
+from headway.runtime.engine.protocol import EngineInfo, EngineStats, FinishReason, OutputDelta, SubmitRequest
 
 if TYPE_CHECKING:
-    from headway.runtime.cluster.http_client import HttpCluster
-
-
-class HttpRequest:
-    """One request from its acceptance to its end."""
-
-    __slots__ = ("_attempt", "_before", "_first_s", "answer", "cached", "controlled", "entry", "life", "prompt",
-                 "stranded", "stream", "submit", "text", "texts")  # fmt: skip
-
-    def __init__(self, submit: SubmitRequest, prompt: bytes | memoryview) -> None:
-        self.submit, self.prompt = submit, prompt
-        self.text = text_of(submit, prompt, submit.output, ASSUMED_BLOCK)
-        """Keys of prompt and answer."""
-        self.texts: dict[int, TextKeys] = {}
-        """See `text_in`: of the attempt's prompt."""
-        self.cached: tuple[int, ...] = ()
-        """Tokens that each instance has cached, or is assumed to have, of the attempt's prompt."""
-        params = submit.params
-        self.life = RequestLifecycle(
-            params.max_tokens, params.min_tokens, submit.output, restarts=begins_anew(submit) and params.max_tokens > 1
-        )
-        self.controlled: ControlledRequest | None = None
-        """The controller's state of the attempt under way."""
-        self.entry: SpanEntry | None = None
-        """The span that computes the prompt, if the policy has committed one."""
-        self.stream: AnswerStream | None = None
-        self.stranded = 0
-        """How often no instance was chosen for it though there was one."""
-        self._attempt = 0
-        self._before = 0
-        self._first_s: float | None = None
-        self.answer = AnswerQueue()
-
-    def attempt(self) -> Request:
-        """Return another attempt as the controller's request, whose prompt is the prompt and all output so far."""
-        self._attempt += 1
-        self.controlled, self.entry, self.stream = None, None, None
-        self._before = len(self.life.output)
-        self.texts.clear()
-        submit = self.submit
-        return Request(
-            id=f"{submit.id}#{self._attempt}",
-            arrival_s=submit.received_s,
-            prompt_tokens=submit.prompt_tokens + self._before,
-            max_output_tokens=max(1, submit.params.max_tokens - self._before),
-            slo=submit.slo,
-            priority=submit.priority,
-        )
-
-    def text_in(self, block_tokens: int) -> TextKeys:
-        """Return the keys of the attempt's prompt in blocks of a server's own size, with the salt that it is sent."""
-        if block_tokens not in self.texts:
-            submit, told = self.submit, self.life.output[: self._before]
-            self.texts[block_tokens] = text_of(submit, self.prompt, told, block_tokens, sent_salt(submit))
-        return self.texts[block_tokens]
-
-    @property
-    def name(self) -> str:
-        """Name of the attempt."""
-        return f"{self.submit.id}#{self._attempt}"
-
-    @property
-    def attempt_tokens(self) -> int:
-        """Output tokens since the attempt began."""
-        return len(self.life.output) - self._before
-
-    @property
-    def complete(self) -> bool:
-        """Whether it has as many tokens as it may have: only its end is missing."""
-        return len(self.life.output) >= self.submit.params.max_tokens
-
-    def begun(self, now: float) -> None:
-        """Record that an instance has accepted it."""
-        self._first_s = self._first_s or now
-
-    def send(self, tokens: tuple[int, ...], finish: FinishReason | None = None, stop_token: int | None = None) -> None:
-        """Send output to the client."""
-        if self.text.keys:
-            for token in tokens:
-                self.text.append(token)
-        first_s, self._first_s = (self._first_s, None) if tokens else (None, self._first_s)
-        now = time.monotonic()
-        self.answer.put(
-            OutputDelta(
-                id=self.submit.id, tokens=tokens, finish=finish, stop_token=stop_token, emitted_s=now,
-                first_scheduled_s=first_s,
-            )
-        )  # fmt: skip
-
-    def fail(self, error: Exception) -> None:
-        """End the request with an error. No effect when it has ended."""
-        if not self.life.over:
-            self.life.fail()
-            self.answer.put(error)
+    from headway.runtime.cluster.client import InstanceEvents
 
 
 ALONE = GroupShape(1)
@@ -253,6 +180,10 @@ class PrefillQueue:
         self._resident.clear()
         self._latency.forget(self._instance)
 
+    def prompt_s(self, tokens: int) -> float:
+        """Return the seconds of a whole prompt, alone."""
+        return self._latency.prompt_s(self._instance, tokens)
+
     @property
     def requests(self) -> int:
         """Number of requests on the instance."""
@@ -283,30 +214,57 @@ _MISSES = 2
 _LOAD_EVERY = 4
 """Probes between two readings of the load: a metrics page takes vLLM some 20 ms."""
 _MOST_RESTARTS = 3
+_MOST_REFUSALS = 4
+"""Refusals of a request that has no output, for each instance, before its client gets 429."""
+
+
+class HttpInstanceSettings(msgspec.Struct, frozen=True):
+    """Where one instance is."""
+
+    pool: int
+    url: str
+    process: ServerCommand | None = None
+    """The command that starts it; None: the server is not the cluster's."""
+    role: Role = "mixed"
+    """`prefill`: it computes prompts for the others, which read their KV."""
+    kv_events: str | None = None
+    """Where it publishes vLLM's KV events; None: what it has cached is assumed."""
 
 
 class HttpInstance:
-    """See the module. `watch` runs for as long as it is part of the cluster."""
+    """A server behind HTTP as the controller sees it (`instances.LiveInstance` is the native one). `look_after` runs
+    for as long as it is part of the cluster."""
+
+    required = property(lambda self: self.process is not None)
+    limits = RetryLimits(losses=6, runs=7)
+    returns_s: ClassVar[float] = 5.0
+    """See `LiveInstance.returns_s`: it may have stalled."""
+    node = host = 0
 
     def __init__(
         self,
         number: int,
-        pool: int,
-        server: HttpServer,
-        queue: PrefillQueue,
-        process: ServerCommand | None = None,
+        settings: HttpInstanceSettings,
+        latency: LearnedLatency,
+        facts: EngineInfo,
+        token_bytes: int,
+        api_key: str | None = None,
         clock: Callable[[], float] = time.monotonic,
-        role: Role = "mixed",
-        kv_events: str | None = None,
     ) -> None:
-        """process: started by `watch`; None: the server is not the cluster's. kv_events: where it publishes them."""
-        self.number, self.pool, self.server, self.queue, self.process = number, pool, server, queue, process
-        self.role: Role = role
+        """facts: of the checkpoint. token_bytes: of one token's KV. api_key: sent to the server."""
+        self.number, self.pool, self.url, self.api_key = number, settings.pool, settings.url, api_key
+        self.process, self.role = settings.process, settings.role
+        self.queue = PrefillQueue(number, latency)
+        self._facts, self._token_bytes = facts, token_bytes
+        self.server: HttpServer
+        """Set before the instance is ready."""
         self.state: InstanceState = "starting"
         self.model = ServedModel("")
+        self.info: EngineInfo | None = None
+        """What it serves; None before it is ready."""
         self.load = ServerLoad()
         self.cached = AssumedKeys()
-        self._events = None if kv_events is None else KvEvents(kv_events)
+        self._events = None if settings.kv_events is None else KvEvents(settings.kv_events)
         self.restarts = 0
         self.incarnation = 0
         self.failure: str | None = None
@@ -318,23 +276,52 @@ class HttpInstance:
         self._due = asyncio.Event()
 
     @property
-    def decodes(self) -> bool:
+    def seen(self) -> bool:
         """Whether policies place requests on it; the others compute prompts for these."""
         return self.role != "prefill"
+
+    @property
+    def serves(self) -> bool:
+        """Whether it can be given work."""
+        return self.state == "ready"
+
+    @property
+    def pid(self) -> int:
+        """Process id of its server; 0 where that is not the cluster's."""
+        return 0 if self.process is None else self.process.pid
 
     @property
     def initial_instance(self) -> ClusterInstance:
         """The instance without any requests, as policies see it."""
         return ClusterInstance(id=self.number, node=0, role=self.role, capacity=self.load.kv_tokens)
 
-    def cached_tokens(self, request: HttpRequest, prompt_tokens: int) -> int:
+    @property
+    def stats(self) -> EngineStats:
+        """The newest scrape; running: or its own requests that are newer."""
+        load = self.load
+        return EngineStats(
+            running=max(load.running, self.queue.requests - load.waiting),
+            waiting=load.waiting,
+            kv_tokens_used=round(load.kv_usage * load.kv_tokens),
+            kv_tokens_total=load.kv_tokens,
+            prefill_tokens_total=load.prompt_tokens_total,
+            decode_tokens_total=load.generation_tokens_total,
+            engine_restarts_total=self.restarts,
+        )
+
+    def cached_tokens(self, asked: ClusterRequest) -> int:
         """Return how many tokens of a request's prompt, answer so far included, the server has cached: as it reports,
         or as is assumed until it has reported any."""
-        blocks = None if self._events is None else self._events.blocks
+        blocks, tokens = None if self._events is None else self._events.blocks, asked.submit.prompt_tokens
+        tokens += len(asked.told)
         if blocks is None or not blocks.block_tokens:
-            return ASSUMED_BLOCK * self.cached.match(shareable(request.text, prompt_tokens, ASSUMED_BLOCK))
+            return ASSUMED_BLOCK * self.cached.match(shareable(asked.text(ASSUMED_BLOCK), tokens, ASSUMED_BLOCK))
         size = blocks.block_tokens
-        return size * blocks.match(shareable(request.text_in(size), prompt_tokens, size))
+        return size * blocks.match(shareable(asked.text(size, sent_salt(asked.submit)), tokens, size))
+
+    def keep(self, asked: ClusterRequest) -> None:
+        """Note that the server computes, or has computed, a request's prompt and the answer so far."""
+        self.cached.use(asked.text(ASSUMED_BLOCK).keys, self.load.kv_tokens)
 
     def _forget_events(self) -> None:
         if self._events is not None:
@@ -348,23 +335,25 @@ class HttpInstance:
         """Have `watch` probe at once: a stream has broken off."""
         self._due.set()
 
-    async def watch(self, listener: HttpCluster) -> None:
+    async def look_after(self, listener: InstanceEvents) -> None:
         """Start the server if it is ours, probe it, and report what becomes of it, until it is given up or leaves."""
         if self.process is not None:
             await self.process.start()
-        while self.state not in ("failed", "left"):
-            await self._probe(listener)
-            self._due.clear()
-            # A second miss is not waited for.
-            if self._misses:
-                continue
-            try:
-                async with asyncio.timeout(EVERY_S):
-                    await self._due.wait()
-            except TimeoutError:
-                continue
+        async with open_session() as session:
+            self.server = HttpServer(self.url, session, self.api_key)
+            while self.state not in ("failed", "left"):
+                await self._probe(listener)
+                self._due.clear()
+                # A second miss is not waited for.
+                if not self._misses:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(EVERY_S):
+                            await self._due.wait()
+        self._forget_events()
+        listener.ended(self.number)
+        await self.close()
 
-    async def _probe(self, listener: HttpCluster) -> None:
+    async def _probe(self, listener: InstanceEvents) -> None:
         process = self.process
         if process is not None and process.ended:
             await self._restart(process, listener)
@@ -378,6 +367,7 @@ class HttpInstance:
             if self.state in ("starting", "lost"):
                 self.model = await self.server.model()
                 await self._measure()
+                self.info = self._described()
                 self.state = "ready"
                 self._limit.record_up(self._clock())
                 listener.joined(self.number)
@@ -391,29 +381,40 @@ class HttpInstance:
             log.debug("instance %d: %s", self.number, error)
             self._missed(listener)
 
+    def _described(self) -> EngineInfo:
+        longest = self.model.max_model_len or self._facts.max_model_len
+        kv_tokens = self.load.kv_tokens or longest
+        return msgspec.structs.replace(
+            self._facts,
+            max_model_len=longest,
+            context_tokens=longest,
+            kv_tokens_total=kv_tokens,
+            kv_bytes=kv_tokens * self._token_bytes,
+            kv_block_tokens=self.load.block_tokens,
+        )
+
     async def _measure(self) -> None:
         self.load = await self.server.load()
         self.queue.report(self.load.prefill_s)
 
-    def _missed(self, listener: HttpCluster) -> None:
+    def _missed(self, listener: InstanceEvents) -> None:
         self._misses = 0 if self._alive else self._misses + 1
         self._alive = False
         if self._misses >= _MISSES:
             self._misses = 0
-            self._lose(listener, f"{self.server.url} does not answer")
+            self._lose(listener, f"{self.url} does not answer")
 
-    def _lose(self, listener: HttpCluster, why: str) -> None:
-        if self.state in ("ready", "draining"):
-            self.state = "left" if self.state == "draining" else "lost"
+    def _lose(self, listener: InstanceEvents, why: str) -> None:
+        if self.state == "ready":
+            self.state = "lost"
             self.incarnation += 1
             self.load = ServerLoad()
             self.queue.clear()
             self.cached.clear()
             self._forget_events()
-            log.warning("instance %d is lost: %s", self.number, why)
             listener.lost(self.number, why)
 
-    async def _restart(self, process: ServerCommand, listener: HttpCluster) -> None:
+    async def _restart(self, process: ServerCommand, listener: InstanceEvents) -> None:
         """Start the server again after its process has ended."""
         why = f"the server has ended; {process.last_words()}"
         first = self.state == "starting" and not self.incarnation
@@ -425,24 +426,23 @@ class HttpInstance:
                 raise GaveUpError(why)
             self._limit.spend(self._clock(), why)
         except GaveUpError as error:
-            self._give_up(listener, str(error))
+            self.fail(str(error))
             return
         self.restarts += 1
         # Children of the dead process may still hold the port.
         process.kill()
         await process.start()
 
-    def _give_up(self, listener: HttpCluster, why: str) -> None:
+    def fail(self, why: str) -> None:
+        """Give it up."""
         self.state, self.failure = "failed", why
         log.error("instance %d is given up: %s", self.number, why)
-        listener.ended(self.number)
 
-    def leave(self, listener: HttpCluster) -> None:
-        """End its part in the cluster, once nothing is left on it. A server that is ours is ended by `close`."""
-        self.state = "left"
-        self._forget_events()
+    def drain(self) -> None:
+        """End its part in the cluster: nothing is left on it. `look_after` ends a server that is ours."""
+        if self.state != "failed":
+            self.state = "left"
         self._due.set()
-        listener.ended(self.number)
 
     async def close(self) -> None:
         """End the server if it is ours."""
@@ -450,30 +450,25 @@ class HttpInstance:
         if self.process is not None:
             await self.process.stop()
 
-
-Start = Callable[[HttpRequest, int], None]
-"""Opens a request's stream to an instance."""
+    def end(self) -> None:
+        """Kill the server if it is ours. For callers without an event loop."""
+        if self.process is not None and not self.process.ended:
+            self.process.kill()
 
 
 class HttpBackend(InstanceBackend):
-    """See the module. `HttpCluster` empties `paused`, `done` and `rejected` after each call of the controller."""
+    """See the module."""
 
     capabilities = HTTP_CAPABILITIES
+    heard: Callable[[RequestAttempt, AnswerStream, StreamedTokens], None]
+    """Called with each part of an answer."""
+    broken: Callable[[RequestAttempt, AnswerStream, HeadwayError], None]
+    """Called with the error that ended a stream."""
 
-    def __init__(
-        self,
-        instances: Mapping[int, HttpInstance],
-        latency: LearnedLatency,
-        start: Start,
-        clock: Callable[[], float],
-    ) -> None:
-        self._instances, self._latency, self._start, self._clock = instances, latency, start, clock
-        self.paused: list[tuple[SpanEntry, float]] = []
-        """Spans whose streams were closed for a pause, with the share of their time that had gone by."""
-        self.done: list[HttpRequest] = []
-        """Requests that had ended when the policy enqueued their decode."""
-        self.rejected: list[tuple[HttpRequest, str]] = []
-        """Requests that the policy refused, with the reason."""
+    def __init__(self, registry: InstanceTable[HttpInstance], clock: Callable[[], float]) -> None:
+        self.registry, self.attempts, self._clock = registry, AttemptTable(), clock
+        self.events: deque[BackendEvent] = deque()
+        """What has happened during calls, in order: `ClusterDriver` takes it after each of them."""
 
     # -- predictions --------------------------------------------------------------------------------------------------
 
@@ -481,21 +476,22 @@ class HttpBackend(InstanceBackend):
         if len(spans) > 1:
             raise ActionImpossible("HTTP instances make their own batches")
         span = spans[0]
-        if self._instances[span.group[0]].state != "ready":
+        there = self.registry.get(span.group[0])
+        if there is None or there.state != "ready":
             raise ActionImpossible(f"instance {span.group[0]} is not there")
-        return self._latency.prompt_s(span.group[0], span.end - span.start)
+        return there.queue.prompt_s(span.end - span.start)
 
     def prefill_estimate(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
         tokens = request.prompt_tokens - request.cached_tokens
-        return tokens, self._latency.prompt_s(group[0], tokens)
+        return tokens, self.registry[group[0]].queue.prompt_s(tokens)
 
     def busy_s(self, group: tuple[int, ...]) -> float:
-        now = self._clock()
-        left_s = max(self._instances[i].queue.left_s(now) for i in group)
-        return now + left_s if left_s else 0.0
+        return max(self.refresh(i).free_at_s for i in group)
 
     def refresh(self, instance: int) -> SchedulerStats:
-        there, now = self._instances[instance], self._clock()
+        there, now = self.registry.get(instance), self._clock()
+        if there is None:
+            return SchedulerStats()
         queue, load = there.queue, there.load
         left_s = queue.left_s(now)
         # Others may use the server too: its own count has their requests.
@@ -506,89 +502,205 @@ class HttpBackend(InstanceBackend):
     # -- actions ------------------------------------------------------------------------------------------------------
 
     def begin(self, entry: SpanEntry, now: float) -> None:
-        request: HttpRequest = entry.controlled.backend_state
-        request.entry = entry
-        self._start(request, entry.group[0])
+        attempt: RequestAttempt = entry.controlled.backend_state
+        attempt.entry = entry
+        self._open(attempt, entry.group[0])
 
     def pause(self, entry: SpanEntry, now: float) -> None:
-        request: HttpRequest = entry.controlled.backend_state
-        if request.stream is None or request.stream.first:
+        attempt: RequestAttempt = entry.controlled.backend_state
+        if attempt.stream is None or attempt.stream.first:
             raise ActionImpossible(f"{entry.owner} has its first token")
-        began_s, before = request.stream.sent_s, entry.elapsed_share(1)
-        self._stop(request)
-        request.life.pause()
+        began_s, before = attempt.stream.sent_s, entry.elapsed_share(1)
+        self.abandon(attempt)
         # How far it has come the instance does not say: as far as its predicted time goes, and never to the end.
         gone = (now - began_s) / max(entry.predicted_s, 1e-9)
-        self.paused.append((entry, min(0.95, before + gone)))
+        self.events.append(SpanStopped(entry, min(0.95, before + gone)))
 
     def stop(self, entry: SpanEntry, now: float) -> None:
         """Do nothing: the request is forgotten next, which closes its stream."""
 
     def enter(self, controlled: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
-        request: HttpRequest = controlled.backend_state
-        if request.life.over:
-            self.done.append(request)
-            return
-        if request.stream is not None:
-            # A decode goes on in the stream of its prefill, unless it is to go on elsewhere: then it is computed again.
-            if request.stream.instance == group[0]:
-                return
-            self._stop(request)
-            request.life.pause()
-        self._start(request, group[0])
+        attempt: RequestAttempt = controlled.backend_state
+        if attempt.finished:
+            self.events.append(DecodeOver(attempt))
+        # A decode goes on in the stream of its prefill, unless it is to go on elsewhere: then it is computed again.
+        elif attempt.stream is None or attempt.at != group[0]:
+            self.abandon(attempt)
+            self._open(attempt, group[0])
 
     def leave(self, controlled: ControlledRequest, why: str, now: float) -> int:
-        request: HttpRequest = controlled.backend_state
-        if why == "moved" and not request.life.over:
-            self._stop(request)
-            request.life.pause()
-        return request.attempt_tokens
+        attempt: RequestAttempt = controlled.backend_state
+        if why == "moved":
+            self.abandon(attempt)
+        return attempt.said
 
     def send(self, kv_slice: KvSlice, now: float) -> None:
         """Never called: `capabilities` has no KV transfer."""
         raise ActionImpossible("HTTP instances move no KV")
 
     def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> bool:
-        request: HttpRequest = controlled.backend_state
-        self._stop(request)
-        for each in self._instances.values():
+        attempt: RequestAttempt = controlled.backend_state
+        self.abandon(attempt)
+        for each in self.registry:
             each.queue.remove(controlled.request.id, now)
-        if why is not None and controlled.rejected:
-            self.rejected.append((request, why))
-        return False
+        self.attempts.remove(attempt)
+        self.events.append(RequestReleased(attempt, why))
+        return True
 
     def pump(self, now: float) -> None:
         """Do nothing: servers continue by themselves."""
 
-    def _stop(self, request: HttpRequest) -> None:
-        """Close a request's stream, if it has one."""
-        stream, request.stream = request.stream, None
+    # -- for the driver -----------------------------------------------------------------------------------------------
+
+    def check(self, submit: SubmitRequest) -> None:
+        """Raise RequestError for what a server cannot be asked for."""
+        check_supported(submit)
+
+    def meet(self) -> None:
+        """Do nothing: servers do not know each other."""
+
+    def lost(self, number: int) -> bool:
+        """Return whether a lost instance was ended from here: never."""
+        return False
+
+    def gives_way(self, ages: Mapping[str, int]) -> tuple[RequestAttempt, bool] | None:
+        """None: servers find room for KV by themselves."""
+        return None
+
+    def counts(self) -> dict[str, int]:
+        """Return nothing: the counts are of native instances."""
+        return {}
+
+    def expecting(self) -> list[int]:
+        """Return the instances with prompts to compute, whose remaining time has to be refreshed."""
+        return [each.number for each in self.registry if each.queue.unanswered and each.seen]
+
+    def abandon(self, attempt: RequestAttempt) -> None:
+        """Close an attempt's stream, if it has one."""
+        stream, attempt.stream, attempt.at = attempt.stream, None, None
         if stream is not None:
             stream.close()
-            self._instances[stream.instance].queue.remove(request.name, self._clock())
-            if stream.prefill is not None:
-                stream.prefill.queue.remove(request.name, self._clock())
+            self.closed(stream, attempt)
 
+    def closed(self, stream: AnswerStream, attempt: RequestAttempt) -> None:
+        """Take a request whose stream has ended out of the queues of its servers."""
+        for each in (stream.target, stream.prefill):
+            if each is not None:
+                each.queue.remove(attempt.request.id, self._clock())
 
-class PrefillServers:
-    """Those of a cluster's instances. Where none is ready, requests are computed whole where they decode."""
+    def _open(self, attempt: RequestAttempt, number: int) -> None:
+        """Send a request to an instance."""
+        now, asked, target, name = self._clock(), attempt.asked, self.registry[number], attempt.request.id
+        output = () if begins_anew(asked.submit) else tuple(asked.told)
+        tokens = asked.submit.prompt_tokens + len(output)
+        target.queue.add(name, tokens - (attempt.cached[number] if attempt.cached else 0), now)
+        target.keep(asked)
+        attempt.at = number
+        asked.sends += 1
+        stream = attempt.stream = AnswerStream(target, now, self._prefill_server(name, tokens, now), len(output))
+        heard, broken = partial(self.heard, attempt, stream), partial(self.broken, attempt, stream)
+        stream.task = asyncio.get_running_loop().create_task(read_answer(asked, stream, output, heard, broken))
 
-    def __init__(self, instances: Mapping[int, HttpInstance]) -> None:
-        self._servers = [each for each in instances.values() if not each.decodes]
-
-    def choose(self, request: str, prompt_tokens: int, now: float) -> HttpInstance | None:
-        """Return the instance that is to compute a prompt, which counts as queued there; None: none is ready."""
-        ready = [each for each in self._servers if each.state == "ready"]
+    def _prefill_server(self, request: str, prompt_tokens: int, now: float) -> HttpInstance | None:
+        """Return the instance that is to compute a prompt for another, which counts as queued there; None: none is
+        ready, and the prompt is computed where it decodes."""
+        ready = [each for each in self.registry if not each.seen and each.state == "ready"]
         if not ready:
             return None
         chosen = min(ready, key=lambda each: (each.queue.left_s(now), each.queue.requests, each.number))
         chosen.queue.add(request, prompt_tokens, now)
         return chosen
 
-    def done(self, stream: AnswerStream, request: str, now: float) -> None:
-        """Record that the prompt of a stream is computed."""
-        prefill, stream.prefill = stream.prefill, None
-        if prefill is not None:
-            prefill.note_alive()
-            prefill.queue.first_token(request, now)
-            prefill.queue.remove(request, now)
+
+class HttpAnswers:
+    """Handles what streams bring; after each piece the controller is settled if it may have to act."""
+
+    def __init__(
+        self,
+        controller: ClusterController,
+        backend: HttpBackend,
+        requests: ClusterRequests,
+        settle: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._controller, self._backend, self._requests = controller, backend, requests
+        self._settle, self._clock = settle, clock
+        backend.heard, backend.broken = self._receive, self._broken
+
+    def measured(self, number: int) -> None:
+        """See `InstanceEvents`."""
+        if self._backend.registry[number].seen:
+            self._controller.changed((number,), self._clock())
+
+    def close(self) -> None:
+        """Do nothing: streams end with their requests."""
+
+    def _receive(self, attempt: RequestAttempt, stream: AnswerStream, piece: StreamedTokens) -> None:
+        """Take in a part of an answer."""
+        if attempt.stream is not stream:
+            return
+        now, asked, target, name = self._clock(), attempt.asked, stream.target, attempt.request.id
+        if stream.prefill is None:
+            target.note_alive()
+        else:
+            # Its part is done with the first piece.
+            stream.prefill.note_alive()
+            stream.prefill.queue.first_token(name, now)
+            stream.prefill.queue.remove(name, now)
+            stream.prefill = None
+        if not stream.accepted and not asked.answered and asked.first_s is None:
+            asked.first_s = now
+        stream.accepted = True
+        if piece.finish not in (None, "stop", "length"):
+            raise ServerGoneError(f"the instance ended the request ({piece.finish})")
+        if not piece.tokens and piece.finish is None:
+            return
+        assert target.info is not None
+        tokens, stop = without_end_token(asked.submit, frozenset(target.info.eos_token_ids), piece)
+        new = stream.take(asked, tokens)
+        first, stream.first = not stream.first, True
+        if first:
+            target.queue.first_token(name, now)
+        if new or piece.finish is not None:
+            finish = cast(FinishReason | None, piece.finish)
+            asked.tell(OutputDelta(id=asked.submit.id, tokens=new, finish=finish, stop_token=stop, emitted_s=now))
+        if piece.finish is not None:
+            attempt.finished = True
+            # The connection ends by itself.
+            attempt.stream = attempt.at = None
+            target.keep(asked)
+        # A token in the middle of an answer changes no plan.
+        if first or attempt.finished:
+            self._progress(attempt, first, now)
+            self._settle()
+
+    def _progress(self, attempt: RequestAttempt, first: bool, now: float) -> None:
+        """Tell the controller of a first token, or of the end."""
+        controlled, entry = attempt.controlled, attempt.entry
+        if first and entry is not None and entry.state == "running":
+            self._controller.span_done(entry, now, (entry.owner,) if attempt.finished else ())
+        elif controlled.resident and (attempt.finished or controlled.phase == "prefill"):
+            self._controller.left_scheduler(controlled, attempt.said, attempt.finished, now)
+        # Else the policy has still to enqueue its decode, which ends as it begins (`DecodeOver`).
+
+    def _broken(self, attempt: RequestAttempt, stream: AnswerStream, error: HeadwayError) -> None:
+        """Take in the end of a stream without a finish reason: try again, or fail the request."""
+        if attempt.stream is not stream:
+            return
+        asked, requests = attempt.asked, self._requests
+        self._backend.closed(stream, attempt)
+        attempt.stream = None
+        if stream.prefill is not None:
+            stream.prefill.probe_now()
+        if isinstance(error, ServerBusyError):
+            asked.refusals += 1
+            if asked.refusals >= _MOST_REFUSALS * len(self._backend.registry) and not asked.told:
+                requests.fail(asked, OverloadedError(f"all instances are busy: {error}", error.retry_after_s))
+            else:
+                requests.retry(attempt, str(error), after_s=error.retry_after_s)
+        elif isinstance(error, ServerGoneError):
+            stream.target.probe_now()
+            requests.retry(attempt, str(error), later=True)
+        else:
+            requests.fail(asked, error)
+        self._settle()

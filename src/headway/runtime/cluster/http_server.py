@@ -11,13 +11,12 @@ import math
 import re
 import sys
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headway.control.lifecycle import AttemptContinuation
 from headway.core.errors import HeadwayError, InvariantError, RequestError
 from headway.core.sse import SseParser
 from headway.runtime.engine.protocol import SubmitRequest
@@ -25,7 +24,8 @@ from headway.runtime.engine.protocol import SubmitRequest
 if TYPE_CHECKING:
     import aiohttp
 
-    from headway.runtime.cluster.http_backend import HttpInstance, HttpRequest
+    from headway.runtime.cluster.http_backend import HttpInstance
+    from headway.runtime.cluster.requests import ClusterRequest
 
 
 def check_supported(submit: SubmitRequest) -> None:
@@ -41,9 +41,9 @@ def begins_anew(submit: SubmitRequest) -> bool:
 
 
 def completion_body(
-    submit: SubmitRequest, prompt: bytes | memoryview, model: str, continuation: AttemptContinuation, priority: int
+    submit: SubmitRequest, prompt: bytes | memoryview, model: str, output: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the JSON body. priority: that the policy gives it.
+    """Return the JSON body. output: tokens of the answer that become part of the prompt.
 
     Every setting that a server could fill from a checkpoint's generation_config.json is given, so that instances agree.
     """
@@ -53,8 +53,8 @@ def completion_body(
     params = submit.params
     body: dict[str, Any] = {
         "model": model,
-        "prompt": [*ids, *continuation.output],
-        "max_tokens": continuation.max_tokens,
+        "prompt": [*ids, *output],
+        "max_tokens": params.max_tokens - len(output),
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k or -1,
@@ -64,7 +64,7 @@ def completion_body(
         "return_token_ids": True,
     }
     optional = {
-        "min_tokens": continuation.min_tokens,
+        "min_tokens": max(0, params.min_tokens - len(output)),
         # Greedy answers need none, and one that was drawn here promises nothing: an answer that goes on elsewhere does
         # not continue its random stream.
         "seed": params.seed if params.temperature and not params.seed_drawn else None,
@@ -73,7 +73,7 @@ def completion_body(
         "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()},
         "ignore_eos": params.ignore_eos,
         "stop_token_ids": list(params.stop_token_ids),
-        "priority": priority,
+        "priority": submit.priority,
         "cache_salt": sent_salt(submit),
     }
     return body | {name: value for name, value in optional.items() if value}
@@ -87,9 +87,9 @@ def sent_salt(submit: SubmitRequest) -> str:
     return hashlib.sha256(salt.encode()).hexdigest() if salt else ""
 
 
-def request_headers(submit: SubmitRequest, attempt: int, api_key: str | None) -> dict[str, str]:
-    """Return the headers of one attempt: its id, SLOs, and the instances' key."""
-    headers = {"X-Request-Id": f"{submit.id}-{attempt}"}
+def request_headers(submit: SubmitRequest, send: int, api_key: str | None) -> dict[str, str]:
+    """Return the headers of one completion: its id, SLOs, and the instances' key. send: its number."""
+    headers = {"X-Request-Id": f"{submit.id}-{send}"}
     if submit.slo.ttft_s is not None:
         headers["x-llm-d-slo-ttft-ms"] = f"{submit.slo.ttft_s * 1e3:.3f}"
     if submit.slo.tbt_s is not None:
@@ -442,17 +442,34 @@ _LARGE_PROMPT = 1 << 16
 
 
 class AnswerStream:
-    """One attempt's connection. What comes after `close`, or when its request has another stream, is ignored."""
+    """One attempt's connection. What comes after `close`, or when its attempt has another stream, is ignored."""
 
-    __slots__ = ("first", "instance", "prefill", "sent_s", "task")
+    __slots__ = ("_at", "accepted", "first", "prefill", "sent_s", "target", "task")
 
-    def __init__(self, instance: int, sent_s: float, prefill: HttpInstance | None = None) -> None:
-        self.instance, self.sent_s = instance, sent_s
+    def __init__(self, target: HttpInstance, sent_s: float, prefill: HttpInstance | None, output: int) -> None:
+        """output: tokens of the answer that were sent as part of the prompt."""
+        self.target, self.sent_s = target, sent_s
         self.prefill = prefill
-        """Instance that computes the prompt for `instance`, until it has; None: `instance` itself."""
+        """Instance that computes the prompt for `target`, until it has; None: `target` itself."""
+        self.accepted = False
+        """Whether the instance has accepted it."""
         self.first = False
         """Whether the prompt is computed."""
         self.task: asyncio.Task[None] | None = None
+        self._at = output
+
+    def take(self, asked: ClusterRequest, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Take in tokens of the answer; return those that the client does not have yet.
+
+        Raises InvariantError when an attempt that begins anew repeats other tokens than the client has."""
+        known = asked.told[self._at : self._at + len(tokens)]
+        if list(tokens[: len(known)]) != known:
+            raise InvariantError("the answer differs from the one before its instance was lost")
+        self._at += len(tokens)
+        most = asked.submit.params.max_tokens
+        if self._at > most:
+            raise InvariantError(f"an instance has sent more than the {most} tokens that were wanted")
+        return tuple(tokens[len(known) :])
 
     def close(self) -> None:
         """Close the connection, which ends the request on the instance."""
@@ -461,21 +478,20 @@ class AnswerStream:
 
 
 async def read_answer(
-    request: HttpRequest,
-    target: HttpInstance,
-    prefill: HttpInstance | None,
-    continuation: AttemptContinuation,
-    api_key: str | None,
+    asked: ClusterRequest,
+    stream: AnswerStream,
+    output: Sequence[int],
     receive: Callable[[StreamedTokens], None],
     broken: Callable[[HeadwayError], None],
 ) -> None:
-    """Send a request to an instance and read its answer to the end. prefill: computes the prompt for it, if any.
-    api_key: sent to both. receive: called with each part. broken: called with the error that ended it, those raised by
-    `receive` included."""
-    headers = request_headers(request.submit, request.life.attempts, api_key)
+    """Send a request to an instance and read its answer to the end. output: tokens of the answer that become part of
+    the prompt. receive: called with each part. broken: called with the error that ended it, those raised by `receive`
+    included."""
+    target, prefill = stream.target, stream.prefill
+    headers = request_headers(asked.submit, asked.sends, target.api_key)
     try:
-        arguments = (request.submit, request.prompt, target.model.id, continuation, request.submit.priority)
-        if memoryview(request.prompt).nbytes > _LARGE_PROMPT:
+        arguments = (asked.submit, asked.prompt, target.model.id, output)
+        if memoryview(asked.prompt).nbytes > _LARGE_PROMPT:
             body = await asyncio.to_thread(completion_body, *arguments)
         else:
             body = completion_body(*arguments)
@@ -490,7 +506,7 @@ async def read_answer(
         broken(error)
     except Exception:
         # Nothing awaits this task: without this the client would wait for ever.
-        log.exception("the cluster has failed at %s", request.name)
+        log.exception("the cluster has failed at %s", asked.name)
         broken(InvariantError("the cluster has failed at this request; see its log"))
 
 

@@ -8,12 +8,13 @@ takes its place. The controller, which gets `InstanceEvents.lost`, restarts the 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
@@ -34,6 +35,7 @@ from headway.runtime.engine.supervisor import EngineProcess, EngineSupervisor, M
 
 if TYPE_CHECKING:
     from headway.runtime.cluster.client import InstanceEvents
+    from headway.runtime.cluster.requests import ClusterRequest
 
 
 class InstanceLoad:
@@ -112,6 +114,8 @@ class InstanceLoad:
         return self._seconds * self.queued / self._tokens if self._tokens else 0.0
 
 
+MOST_RUNS_LOST = 16
+"""`RetryLimits.runs` of native instances."""
 ASSUMED_BLOCK = 64
 """Tokens of a block where the server's own are not known."""
 
@@ -205,6 +209,15 @@ InstanceState = Literal["starting", "ready", "draining", "lost", "failed", "left
 """lost: its process is gone and another one starts; failed: restarts were given up; left: it was drained and ended."""
 
 
+class RetryLimits(NamedTuple):
+    """How often a request is tried again."""
+
+    losses: int
+    """Instances that may be lost with it on them; with one more it counts as the cause."""
+    runs: int
+    """Lost tasks or streams, with or without an instance, after which it is given up."""
+
+
 Launch = Callable[[EngineConfig, int], EngineProcess]
 """(settings, number of processes that had the number before) to a process that is starting."""
 
@@ -220,6 +233,14 @@ class LiveInstance:
 
     `look_after` runs for as long as the instance has a process.
     """
+
+    seen: ClassVar[bool] = True
+    """Whether policies see it."""
+    required: ClassVar[bool] = True
+    """Whether the cluster waits for it at the start."""
+    returns_s: ClassVar[float] = math.inf
+    """Seconds after the loss of the last instance in which new requests are accepted, and wait: another process
+    starts."""
 
     def __init__(
         self,
@@ -294,6 +315,18 @@ class LiveInstance:
         return self._engine.process.process.pid or 0
 
     @property
+    def limits(self) -> RetryLimits:
+        """How often a request is tried again."""
+        return RetryLimits(self.config.max_restarts, MOST_RUNS_LOST)
+
+    def cached_tokens(self, asked: ClusterRequest) -> int:
+        """Return how many tokens of a request's prompt, answer so far included, it has cached."""
+        if self.info is None or not self.info.prefix_cache:
+            return 0
+        size, tokens = self.info.kv_block_tokens, asked.submit.prompt_tokens + len(asked.told)
+        return size * self.cached.match(shareable(asked.text(size), tokens, size))
+
+    @property
     def initial_instance(self) -> ClusterInstance:
         """The instance without any requests, as policies see it."""
         kv_tokens = 0 if self.info is None else self.info.kv_tokens_total
@@ -341,6 +374,10 @@ class LiveInstance:
         if self.state not in ("failed", "left"):
             self.state = "left"
         self._engine.process.end()
+
+    async def close(self) -> None:
+        """As `end`."""
+        self.end()
 
     # -- one process after another ----------------------------------------------------------------------------------
 
@@ -446,7 +483,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     waiting: int
     """Requests that have not begun anywhere."""
-    transfers: int
+    transfers: int = 0
     """KV movements under way or due."""
     decodes_moved: int = 0
     """How often so far a decode left a scheduler to continue elsewhere."""

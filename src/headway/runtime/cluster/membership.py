@@ -4,21 +4,23 @@ reach another one.
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations_with_replacement
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from headway.control.controller import ClusterController
 from headway.core.errors import ConfigError, UnavailableError
 from headway.core.request import Request
 from headway.policy.placement import contract
 from headway.policy.placement.contract import ClusterInstance, ClusterSnapshot, ClusterState, PlacementPolicy
-from headway.runtime.cluster.live_requests import LiveRequests
-from headway.runtime.cluster.native_backend import LiveBackend
-from headway.runtime.cluster.requests import InstanceRegistry
+from headway.runtime.cluster.requests import ClusterRequests
+
+if TYPE_CHECKING:
+    from headway.runtime.cluster.http_backend import HttpBackend
+    from headway.runtime.cluster.native_backend import LiveBackend
 
 # Instances that run and cannot reach each other: found from lost spans and transfers, so that one of them is restarted.
 #
@@ -107,33 +109,29 @@ class PeerHealth:
 
 log = logging.getLogger("headway.cluster")
 
-SILENT_S = 300.0
-"""Seconds without a message after which an instance counts as stuck though its process sends heartbeats: no iteration
-takes that long."""
 
-
-class LiveMembership:
+class ClusterMembership:
     """The controller's instances, as membership and failures change them."""
 
     def __init__(
         self,
         controller: ClusterController,
         cluster: ClusterState,
-        registry: InstanceRegistry,
-        backend: LiveBackend,
+        backend: LiveBackend | HttpBackend,
         make: Callable[[], PlacementPolicy],
         longest: Callable[[Sequence[ClusterInstance]], int],
-        requests: LiveRequests,
+        requests: ClusterRequests,
         settle: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
         """cluster: what policies see. make: returns a new policy. longest: see `ClusterRules`. settle: lets the
         controller act."""
-        self._controller, self._cluster, self._registry, self._backend = controller, cluster, registry, backend
+        self._controller, self._cluster, self._backend = controller, cluster, backend
+        self._registry = backend.registry
         self._make, self._longest, self._requests = make, longest, requests
         self._settle, self._clock = settle, clock
-        self._watch: asyncio.TimerHandle | None = None
-        self.peers = PeerHealth()
+        self.unable_s = math.inf
+        """Since when no request can be placed; infinity: requests can be placed."""
         self.leaving: set[int] = set()
         """Instances that are drained, until no request has work or KV on them."""
 
@@ -154,28 +152,34 @@ class LiveMembership:
 
     def figures(self, number: int) -> tuple[int, float]:
         """Return an instance's uncomputed prompt tokens, and the predicted seconds until they are computed."""
-        if number >= len(self._cluster.instances):
-            return 0, 0.0
-        seen = self._cluster.instances[number]
-        return seen.queued, max(0.0, seen.free_at_s - self._clock())
+        seen = self._cluster.instances[number] if self._sees(number) else self._backend.refresh(number)
+        return round(seen.queued), max(0.0, seen.free_at_s - self._clock())
 
     def quiet(self, number: int) -> bool:
         """Whether no request has or will have work or KV on an instance."""
-        return self._controller.quiet(number) and not any(number in each.places() for each in self._requests.attempts)
+        if self._sees(number) and not self._controller.quiet(number):
+            return False
+        return not any(number in each.places() for each in self._requests.attempts)
 
     def others(self, number: int) -> list[int]:
         """Return the ready, not draining instances but for one."""
         return [one for one in self._there() if one != number]
 
     def _there(self) -> list[int]:
-        return [each.number for each in self._registry if each.state == "ready" and each.number not in self.leaving]
+        there = [each for each in self._registry if each.state == "ready" and each.seen]
+        return [each.number for each in there if each.number not in self.leaving]
+
+    def _sees(self, number: int) -> bool:
+        """Whether policies see an instance; the numbers of those that they do not see are the highest."""
+        return number < len(self._cluster.instances)
 
     # -- membership ---------------------------------------------------------------------------------------------------
 
     def joined(self, number: int) -> None:
         """See `InstanceEvents`."""
         log.info("instance %d is ready", number)
-        self._controller.open(self._registry[number].initial_instance, self._clock())
+        if self._sees(number):
+            self._controller.open(self._registry[number].initial_instance, self._clock())
         self.renew()
 
     def lost(self, number: int, why: str) -> None:
@@ -188,10 +192,10 @@ class LiveMembership:
         else:
             log.info("instance %d has left", number)
         # A restart that `PeerHealth` asked for says nothing about the requests that were there.
-        innocent = self.peers.gone(number)
+        innocent = self._backend.lost(number)
         retries = self._requests.retries
         # The controller has dropped these itself; the others with anything there are dropped by `retry` below.
-        for request in self._controller.lost(number, self._clock()):
+        for request in self._controller.lost(number, self._clock()) if self._sees(number) else ():
             retries.count(known[request.id])
             retries.soon(known[request.id].asked)
         for attempt in on_it:
@@ -200,12 +204,12 @@ class LiveMembership:
             if not innocent and (error := retries.lost_with(attempt.asked)) is not None:
                 self._requests.fail(attempt.asked, error)
         self.leaving.discard(number)
-        self._backend.loads.pop(number, None)
         self.renew()
 
     def close(self, number: int) -> None:
         """Place nothing new on an instance; `quiet` tells when nothing is left there."""
-        self._controller.close(number, self._clock())
+        if self._sees(number):
+            self._controller.close(number, self._clock())
         self.leaving.add(number)
         self.renew()
 
@@ -224,9 +228,13 @@ class LiveMembership:
     def renew(self) -> None:
         """Let the controller act on a change of membership, which its policies hear of."""
         # Peers meet before anything is placed: a span needs its group's connections.
-        self._registry.meet()
+        self._backend.meet()
         requests = self._requests
         requests.not_placeable = self.refuses(self._there())
+        if requests.not_placeable is None:
+            self.unable_s = math.inf
+        elif self.unable_s == math.inf:
+            self.unable_s = self._clock()
         requests.longest = self._held(self._there())
         requests.retries.release(requests.not_placeable is None)
         self._settle()
@@ -266,31 +274,3 @@ class LiveMembership:
         except (ConfigError, ValueError, IndexError) as error:
             return str(error)
         return None
-
-    # -- restarts -----------------------------------------------------------------------------------------------------
-
-    def suspect(self, number: int, by: int | None, request: str, why: str) -> None:
-        """Count a loss at instance `number` against instance `by`, and restart the one that `PeerHealth` names."""
-        other = None if by is None else self._registry.get(by)
-        if by is None or other is None or not other.serves:
-            return
-        verdict = self.peers.lost(number, by, request, self._clock())
-        if verdict is not None:
-            # Never give up an instance without which the policy could not place requests.
-            for_good = verdict.for_good and self.refuses(self.others(verdict.number)) is None
-            what = f"instances {number} and {by} do not work together: {why}" if number != by else why
-            self._registry[verdict.number].restart(f"instance {verdict.number} is ended: {what}", for_good)
-
-    def restart_silent(self) -> None:
-        """Restart instances that are silent for `SILENT_S`, now and every thirtieth of it from now on."""
-        now = self._clock()
-        for each in self._registry:
-            if each.serves and now - each.heard_s > SILENT_S:
-                why = f"instance {each.number} is ended: it has said nothing for {SILENT_S:g} s, though it runs"
-                each.restart(why, for_good=False)
-        self._watch = asyncio.get_running_loop().call_later(SILENT_S / 30, self.restart_silent)
-
-    def stop(self) -> None:
-        """Cancel the timer."""
-        if self._watch is not None:
-            self._watch.cancel()

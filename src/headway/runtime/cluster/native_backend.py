@@ -7,22 +7,33 @@ Times are seconds of `time.monotonic()`, as the controller is called with.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 
 from headway.control.backend import ActionImpossible, SchedulerStats
 from headway.control.entries import ControlledRequest, KvSlice, SpanEntry
-from headway.control.kv import KvAdmission
+from headway.control.kv import KvAdmission, KvClaim, gives_way, kv_needs
 from headway.core.request import Phase, Request, Span, SpanTask, Strategy
 from headway.perf.hardware import ModelShape
 from headway.perf.latency.groups import GroupLatency, GroupShape, batch_s, pause_points_of
 from headway.policy.placement.contract import NATIVE_CAPABILITIES
 from headway.runtime.cluster.group_steps import GroupDecodeSteps
 from headway.runtime.cluster.instances import InstanceLoad
-from headway.runtime.cluster.requests import AttemptTable, InstanceRegistry, KvMovement, RequestAttempt, ReservedKv
+from headway.runtime.cluster.membership import PeerHealth
+from headway.runtime.cluster.requests import (
+    AttemptTable,
+    BackendEvent,
+    BatchComplete,
+    DecodeOver,
+    InstanceRegistry,
+    KvMovement,
+    RequestAttempt,
+    RequestReleased,
+    ReservedKv,
+    SliceSent,
+)
 from headway.runtime.engine.protocol import (
     ComputeSpan,
     EngineInfo,
@@ -34,6 +45,7 @@ from headway.runtime.engine.protocol import (
     SendKv,
     SpanTaskDone,
     SpanTaskPaused,
+    SubmitRequest,
 )
 
 # Spans on live instances: begun on their groups, paused, resumed, and reported when all of a group have reported.
@@ -614,33 +626,29 @@ LatencyOf = Callable[[EngineInfo | None], GroupLatency]
 """From an instance's report to the predictor of its times; None: the instance is not there now."""
 
 
-class SliceSent(NamedTuple):
-    """A KV slice has arrived."""
-
-    kv_slice: KvSlice
-
-
-class BatchComplete(NamedTuple):
-    """A batch is complete without a message: its last member's request has ended."""
-
-    entry: SpanEntry
-
-
-class DecodeOver(NamedTuple):
-    """A request had ended when its decode was enqueued."""
-
-    attempt: RequestAttempt
-
-
-class RequestReleased(NamedTuple):
-    """The controller has released a request."""
-
-    attempt: RequestAttempt
-    why: str | None
-    """None: all of its output was sent."""
-
-
-BackendEvent = SliceSent | BatchComplete | DecodeOver | RequestReleased
+def kv_claim(attempt: RequestAttempt, blocks: Callable[[int, int], int]) -> KvClaim:
+    """Return the claim of an attempt, at most what it can come to. blocks: rounds (instance, tokens) up to blocks."""
+    known = attempt.kv_tokens
+    # The whole prompt's from the begin of its first span on: `KvAdmission` has reserved that.
+    if attempt.entry is not None and attempt.runs:
+        has = kv_needs(attempt.entry)
+    elif attempt.spread:
+        has = dict.fromkeys(attempt.spread, -(-known // len(attempt.spread)))
+    else:
+        has = dict.fromkeys(attempt.whole, known)
+    needs, turns = {}, {}
+    for number, reserved in attempt.room.items():
+        # Beside the instance's share of spans, if it has one: the two lie apart.
+        tokens = blocks(number, reserved.tokens)
+        if reserved.granted:
+            has[number] = tokens + has.get(number, 0)
+        else:
+            needs[number], turns[number] = tokens, reserved.serial
+    if attempt.at is not None:
+        has[attempt.at] = max(known, has.get(attempt.at, 0))
+        needs[attempt.at] = needs.get(attempt.at, 0) + attempt.asked.left
+    has = {number: blocks(number, tokens) for number, tokens in has.items()}
+    return KvClaim(attempt.request.id, has, needs, turns, attempt.at is not None and not turns)
 
 
 class LiveBackend:
@@ -651,7 +659,6 @@ class LiveBackend:
     def __init__(
         self,
         registry: InstanceRegistry,
-        attempts: AttemptTable,
         latency_of: LatencyOf,
         shape: ModelShape,
         in_place: bool,
@@ -661,12 +668,14 @@ class LiveBackend:
         """latency_of: predictor of an instance, and of a group that begins with it. in_place: groups decode where KV
         lies. rows: see `SpanTask.rows`.
         """
-        self.registry, self.attempts = registry, attempts
+        self.registry = registry
+        self.attempts = attempts = AttemptTable()
         self._latency_of, self._clock = latency_of, clock
         self.events: deque[BackendEvent] = deque()
-        """What has happened during calls, in order: `LiveController` takes it after each of them."""
+        """What has happened during calls, in order: `ClusterDriver` takes it after each of them."""
         self._latencies: dict[int, tuple[EngineInfo | None, GroupLatency]] = {}
         self._layers = shape.layers
+        self.peers = PeerHealth()
         self.loads: dict[int, InstanceLoad] = {}
         self.moves = LiveKvMigrations(registry, attempts, self._sent)
         self.announced, self.ready, self.send = self.moves.announced, self.moves.ready, self.moves.send
@@ -750,7 +759,45 @@ class LiveBackend:
     def released(self, holder: str, instances: Iterable[int], now: float) -> None:
         """As `held`."""
 
-    # -- figures ------------------------------------------------------------------------------------------------------
+    # -- for the driver -----------------------------------------------------------------------------------------------
+
+    def check(self, submit: SubmitRequest) -> None:
+        """Do nothing: engines can be asked for all that requests ask for."""
+
+    def meet(self) -> None:
+        """Let instances know each other's addresses: some have come or gone."""
+        self.registry.meet()
+
+    def lost(self, number: int) -> bool:
+        """Forget the load of an instance that is gone; return whether it was ended from here (`PeerHealth`)."""
+        self.loads.pop(number, None)
+        return self.peers.gone(number)
+
+    def abandon(self, attempt: RequestAttempt) -> None:
+        """Free the instances of an attempt directly: the controller could not."""
+        self.registry.forget(attempt)
+
+    def gives_way(self, ages: Mapping[str, int]) -> tuple[RequestAttempt, bool] | None:
+        """Return the attempt to begin again so that others can have their KV (`control.kv`), and whether that lets
+        another go on; None: all can go on. ages: place of each client's request, oldest first."""
+        kv = self.registry.kv
+        found = None
+        if kv.grown and self.moves.waiting:
+            attempts = sorted(self.attempts, key=lambda attempt: ages.get(attempt.asked.submit.id, -1))
+            found = gives_way([kv_claim(attempt, self.registry.kv_blocks) for attempt in attempts], kv.total)
+        attempt = None if found is None else self.attempts.named(found[0])
+        # After one has given way, others may still wait for each other.
+        kv.grown = attempt is not None
+        return None if found is None or attempt is None else (attempt, found[1])
+
+    def counts(self) -> dict[str, int]:
+        """Return the counts of `ClusterReport` that are of native instances alone."""
+        return {
+            "transfers": self.moves.under_way,
+            "decodes_moved": self.stays.halted,
+            "groups_grown": self.steps.grown,
+            "groups_shrunk": self.steps.shrunk,
+        }
 
     def load(self, instance: int) -> InstanceLoad:
         """Return the estimate of an instance's load, made at the first call."""
