@@ -21,6 +21,9 @@ _FLOPS_SHARE, _BANDWIDTH_SHARE = 0.5, 0.8
 """Assumed shares of an accelerator's peak rates (data sheet)."""
 _PROBES, _LONGEST_PROBE_S = 40, 2.0
 """Tries of each work that a processor is timed with, and seconds after which it ends."""
+CPU_ATTENTION_ROWS = 128
+"""Of vLLM's kernel for processors: chunks of 8 to 96 tokens over the same history take equally long (measured by
+`headway profile --vllm`, vLLM 0.32, float32, AVX-512)."""
 _TRUST_ROOFLINE = 0.3
 """Weight of a roofline against measurements, in steps (`CorrectedLatency.confidence`)."""
 
@@ -110,6 +113,7 @@ def _probe_cpu(ranks: int) -> MachineRates:
         bandwidth=bandwidth * ranks,
         fixed_s=5e-3,
         per_decode_s=2e-5,
+        attention_rows=CPU_ATTENTION_ROWS,
         name="this processor",
     )
 

@@ -507,6 +507,9 @@ class MachineRates(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of every iteration."""
     per_decode_s: float = 2e-5
     """Seconds of each decode in each layer, besides reading its KV."""
+    attention_rows: int = 1
+    """Fewest rows that attention to cached tokens computes, up to 16 for each token of a chunk: a kernel works in
+    tiles, and unpacks the KV once for all rows of a chunk."""
     name: str = "unnamed"
 
 
@@ -524,10 +527,12 @@ def roofline(shape: ModelShape, rates: MachineRates) -> TableLatency:
     kv_read = shape.kv_bytes_per_token / rates.bandwidth
     chunks = []
     for c in (0, *KNOTS):
-        own = shape.attention_flops(c, 0) / rates.attention_flops
+        computed = max(c, min(rates.attention_rows, 16 * c))
         # Arithmetic of one more cached token for all rows of the chunk, or reading its KV once.
-        per_past = max(shape.attention_flops(c, 1) - shape.attention_flops(c, 0), 0.0) / rates.attention_flops
-        chunks.append((c, own, max(per_past, kv_read if c else 0.0)))
+        flops = max(shape.attention_flops(computed, 1) - shape.attention_flops(computed, 0), 0.0)
+        per_past = max(flops / rates.attention_flops, kv_read if c else 0.0)
+        own = shape.attention_flops(c, 0) / rates.attention_flops
+        chunks.append((c, own, per_past))
     return TableLatency(
         TableSource(
             fingerprint="",
