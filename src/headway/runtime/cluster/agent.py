@@ -4,23 +4,22 @@ KV transfers, beside its scheduler.
 Driven by the same loop as `EngineCore`. A task is computed in `work`, in the loop's own thread, and calls the loop back
 between layers and, every few ms, within them and during waits for peers. So messages are handled meanwhile (requested
 KV is sent), and between layers the scheduler's iterations continue where the task allows that. No torch here:
-`SpanExecution` does the computing.
+`SpanExecutor` does the computing.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
 
-from headway.core.batch import ClockProtocol, EmittedToken, KvOp
+from headway.core.batch import ClockProtocol, KvOp
 from headway.core.errors import HeadwayError, RequestError
-from headway.core.request import SamplingParams
 from headway.kv.block_manager import BlockManager, KvLease
 from headway.kv.staged_kv import StagedKv, span_kv_name
 from headway.kv.text_keys import TextKeys
@@ -33,7 +32,6 @@ from headway.runtime.engine.protocol import (
     KvArrived,
     MeetPeers,
     PauseRequest,
-    PeerAddress,
     PeerLostError,
     ReserveKv,
     ResumeSpan,
@@ -45,59 +43,18 @@ from headway.runtime.engine.protocol import (
     ToInstance,
     instance_of,
 )
-from headway.runtime.kv_transfer.connector import FinishedTransfers, SaveKv
+from headway.runtime.kv_transfer.connector import SaveKv
 
 if TYPE_CHECKING:
+    # Where the instance is several processes, its ranks compute and have the connections.
     from headway.runtime.engine.service import EngineService
+    from headway.runtime.kv_transfer.multi_rank import MultiRankKvTransfer, MultiRankPeers, MultiRankSpanExecutor
+    from headway.runtime.kv_transfer.peers import PeerNetwork
+    from headway.runtime.kv_transfer.port import KvPort
+    from headway.runtime.sequence_parallel.spans import SpanExecutor
 
 Slots = Sequence[tuple[int, int]]
 """Slots of the KV pool, as (first, count)."""
-
-
-class _SavedBytes(Protocol):
-    @property
-    def kv_bytes(self) -> int: ...
-    @property
-    def activation_bytes(self) -> int: ...
-    @property
-    def kv_bytes_at_end(self) -> int: ...
-
-
-class SpanExecution(Protocol):
-    """The executor of span tasks: `runtime.sequence_parallel.spans.SpanExecutor`, or, for several ranks,
-    `runtime.kv_transfer.multi_rank.MultiRankSpanExecutor`."""
-
-    def admit(self, name: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...]) -> None: ...
-
-    def begin(
-        self, compute: ComputeSpan, allocate_slots: Callable[[int, bool], Slots], look: Callable[[], None]
-    ) -> None: ...
-
-    def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool: ...
-
-    def finish(self, name: str) -> tuple[EmittedToken | None, bool]: ...
-
-    def saved(self, name: str) -> tuple[int, int, _SavedBytes]: ...
-
-    def whole(self, name: str, tokens: int) -> bool: ...
-
-    def check(self, name: str) -> None: ...
-
-    def forget(self, name: str) -> None: ...
-
-    def __contains__(self, name: str) -> bool: ...
-
-
-class PeerTable(Protocol):
-    """The other instances: `runtime.kv_transfer.peers.PeerNetwork`, or `MultiRankPeers` for several ranks. `number`:
-    this instance's."""
-
-    @property
-    def number(self) -> int: ...
-
-    def meet(self, peers: Iterable[PeerAddress]) -> None: ...
-
-    def forget(self, scope: str) -> None: ...
 
 
 # The scheduler's side of KV transfers: reservations for KV that will arrive, in order of request, and what has arrived
@@ -110,30 +67,6 @@ _UNTOLD = 1024
 """Number of KV operations that may wait for a batch to carry them; with more they are replayed without one."""
 
 
-class KvPoolPort(Protocol):
-    """The worker's side: see `runtime.kv_transfer.port.KvPort`."""
-
-    def receive(self, request: str, tokens: int, blocks: Sequence[tuple[int, int]]) -> None: ...
-
-    def awaits(self, request: str) -> bool: ...
-
-    def send(self, save: SaveKv, start: int, end: int) -> None: ...
-
-    def sending(self) -> list[str]: ...
-
-    def layers_are_there(self, request: str) -> None: ...
-
-    def tokens_are_there(self, request: str, tokens: int, blocks: Sequence[tuple[int, int]]) -> None: ...
-
-    def settle(self, request: str) -> None: ...
-
-    def opened(self) -> list[str]: ...
-
-    def finished(self) -> FinishedTransfers: ...
-
-    def forget(self, request: str) -> None: ...
-
-
 class KvConnectorScheduler:
     """The KV transfers of one engine. All methods are called in the loop's thread.
 
@@ -141,7 +74,11 @@ class KvConnectorScheduler:
     task has made available: a layer of it is computed, or all of it."""
 
     def __init__(
-        self, core: EngineCore, port: KvPoolPort, replay: Callable[[tuple[KvOp, ...]], None], clock: ClockProtocol
+        self,
+        core: EngineCore,
+        port: KvPort | MultiRankKvTransfer,
+        replay: Callable[[tuple[KvOp, ...]], None],
+        clock: ClockProtocol,
     ) -> None:
         """replay: the executor's, for KV operations that no batch carries."""
         staged_kv = core.scheduler.staged_kv
@@ -315,8 +252,8 @@ class InstanceAgent:
     def __init__(
         self,
         core: EngineCore,
-        computes: SpanExecution,
-        peers: PeerTable,
+        computes: SpanExecutor | MultiRankSpanExecutor,
+        peers: PeerNetwork | MultiRankPeers,
         clock: ClockProtocol,
         room_s: float,
         moves: KvConnectorScheduler | None = None,

@@ -1,7 +1,7 @@
 """The engine's side of KV transfers and span tasks where an instance is several processes. No torch.
 
 Room is there when all ranks have opened theirs, and a piece has come when all have theirs of it. What ranks say of runs
-goes on to `computes`. No torch.
+goes on to `computes`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.executor.plans import InstanceFromRank, SpanFromRank, SpanToRank
 from headway.runtime.kv_transfer.connector import FinishedTransfers, KvLost, KvReceived, SaveKv
 
-# The engine's side of span tasks where the instance is several processes: directs the ranks' parts. No torch.
-#
 # Each call sends a message to all ranks and returns when all have answered; the loop's own work is done in between.
 # Ranks give the same kinds of answers in the same order, because their parts of a task have the same shape.
 
@@ -57,7 +55,7 @@ class _PreparedSpan(NamedTuple):
 
 
 class MultiRankSpanExecutor:
-    """`SpanExecutor` of an instance of several ranks, with the same contract.
+    """`spans.SpanExecutor` of an instance of several ranks, with the same contract: directs the ranks' parts.
 
     pending_ops: returns KV operations that no batch has carried yet; ranks must replay them before they write to the
     blocks.
@@ -202,7 +200,7 @@ def _all(replies: Sequence[SpanFromRank], kind: type[W]) -> list[W]:
 
 
 class MultiRankKvTransfer:
-    """`KvPoolPort` over the ranks of an executor.
+    """`KvPort` over the ranks of an executor.
 
     untold: KV operations that no batch has carried yet, which must come before what is said of the blocks that they
     give.
@@ -323,7 +321,7 @@ class MultiRankKvTransfer:
 
 
 class MultiRankPeers:
-    """`PeerTable` over the ranks of instance `number`, which have the connections."""
+    """`PeerNetwork` over the ranks of instance `number`, which have the connections."""
 
     def __init__(self, number: int, ranks: MultiRankKvTransfer) -> None:
         self.number, self._ranks = number, ranks
