@@ -25,7 +25,7 @@ from headway.policy.placement.contract import (
     RequestArrived,
 )
 from headway.policy.placement.registry import PolicyContext, make_placement
-from headway.runtime.cluster.policies import PlacementChain
+from headway.runtime.cluster.membership import PlacementChain
 from headway.sim.cluster.simulation import ClusterSimulation, simulate_cluster
 from headway.sim.spec import NoiseSpec, RunSpec
 from headway.sim.workload import TraceRequest

@@ -16,6 +16,7 @@ from typing import Any
 
 from headway.control.backend import ActionImpossible, InstanceBackend
 from headway.control.dispatch import (
+    ControllerState,
     EntryStarter,
     GroupReservations,
     KvMigrations,
@@ -24,7 +25,6 @@ from headway.control.dispatch import (
     check_capable,
 )
 from headway.control.entries import ControlledRequest, KvSlice, SpanEntry
-from headway.control.state import ControllerState
 from headway.core.errors import InvariantError
 from headway.core.request import Request
 from headway.policy.placement.contract import (

@@ -305,7 +305,7 @@ class ControlledRequest:
 
     def places(self) -> set[int]:
         """Return the instances that the request depends on: where its KV is or will be. Slices under way come on top
-        (`TransferQueue.ends`)."""
+        (`TransferQueue.all_ends`)."""
         found = set(self.group) | self.kv_at | set(self.transfer_targets.values())
         if self.scheduler_entry is not None:
             found.update(self.scheduler_entry.group)
@@ -568,10 +568,6 @@ class TransferQueue:
         ]:
             self._end(kv_slice)
             self._count((kv_slice.request, kv_slice.target), 1)
-
-    def ends(self, request: str) -> set[int]:
-        """Return the instances at the ends of a request's slices, waiting or under way."""
-        return {instance for name, instance in self.all_ends() if name == request}
 
     def all_ends(self) -> Iterator[tuple[str, int]]:
         """Yield (request, instance) for both ends of every slice, waiting or under way; pairs may repeat."""
