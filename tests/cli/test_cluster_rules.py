@@ -19,8 +19,8 @@ from headway.perf.latency.table import TableLatency, TableSource
 from headway.policy.placement.pecsched.long import StrategyChooser
 from headway.policy.placement.registry import names
 from headway.runtime.assembly.cluster import check_moves, links, live_rules, policy_context, rules_of, shape_of
-from headway.runtime.cluster.client import ClusterRules
 from headway.runtime.cluster.cluster_file import ClusterFile, InstancePool, cluster_file
+from headway.runtime.cluster.driver import ClusterRules
 from headway.runtime.engine.protocol import EngineInfo
 
 CONFIG = {

@@ -17,7 +17,8 @@ from headway.perf.hardware import NetworkLink, model
 from headway.perf.latency.groups import GroupShape
 from headway.policy.placement.contract import ClusterLinks, Role, longest_request
 from headway.policy.placement.registry import PolicyContext, make_placement
-from headway.runtime.cluster.client import ClusterClient, ClusterRules
+from headway.runtime.cluster.client import ClusterClient
+from headway.runtime.cluster.driver import ClusterRules
 from headway.runtime.cluster.instances import LiveInstance
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.protocol import EngineInfo, SubmitRequest

@@ -42,9 +42,7 @@ class DecodeWorld:
         self.registry, self.attempts, self.sent = RecordingInstances(*rooms), AttemptTable(), list[KvSlice]()
         self.moves = LiveKvMigrations(self.registry, self.attempts, self.sent.append)
         steps = GroupDecodeSteps(self.registry)
-        self.stays = LiveResidency(
-            self.registry, self.attempts, self.moves, steps, in_place, lambda a, n: None, lambda a: None
-        )
+        self.stays = LiveResidency(self.registry, self.moves, steps, in_place, lambda a, n: None, lambda a: None)
         asked = ClusterRequest(
             SubmitRequest(id="r", prompt_tokens=prompt, params=SamplingParams(max_tokens=50), received_s=0.0), b""
         )

@@ -152,7 +152,6 @@ def test_a_decode_in_place_waits_for_no_reservation_elsewhere() -> None:
     nobody: Any = None
     LiveResidency(
         cast(InstanceRegistry, registry),
-        nobody,
         moves,
         GroupDecodeSteps(cast(InstanceRegistry, registry)),
         False,

@@ -23,7 +23,7 @@ from headway.policy.placement.contract import (
     RequestFinished,
     RequestPrefilled,
 )
-from headway.runtime.cluster.policies import PlacementChain
+from headway.runtime.cluster.membership import PlacementChain
 
 LINKS = cast(ClusterLinks, None)
 VIEW = ClusterSnapshot(ClusterState([], LINKS), 0.0)

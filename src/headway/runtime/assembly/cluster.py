@@ -25,10 +25,11 @@ from headway.perf.utilisation import mean_base
 from headway.policy.iteration.groups import GroupedScheduler
 from headway.policy.placement.combinations import WHOLE_REQUESTS
 from headway.policy.placement.contract import ClusterInstance, longest_request
-from headway.runtime.cluster.client import ClusterRules, merged_info
+from headway.runtime.cluster.client import merged_info
 from headway.runtime.cluster.cluster_file import ClusterFile, first_of, nodes_of
+from headway.runtime.cluster.driver import ClusterRules
 from headway.runtime.cluster.instances import initial_instance
-from headway.runtime.cluster.policies import PlacementChain
+from headway.runtime.cluster.membership import PlacementChain
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import EngineInfo

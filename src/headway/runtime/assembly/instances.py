@@ -15,8 +15,9 @@ from headway.perf.latency.table import MachineRates, roofline
 from headway.policy.placement.registry import PolicyContext
 from headway.runtime.assembly.cluster import links, policies_of, shape_of
 from headway.runtime.assembly.facts import eos_ids, longest_context, model_name
-from headway.runtime.cluster.client import ClusterClient, ClusterRules
+from headway.runtime.cluster.client import ClusterClient
 from headway.runtime.cluster.cluster_file import LARGEST_POOL, ClusterFile, first_of, nodes_of
+from headway.runtime.cluster.driver import ClusterRules
 from headway.runtime.cluster.http_backend import HttpInstance, HttpInstanceSettings, LearnedLatency
 from headway.runtime.cluster.instances import Launch, LiveInstance
 from headway.runtime.cluster.kv_events import events_config

@@ -21,18 +21,14 @@ import msgspec
 from typing_extensions import override
 
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
-from headway.perf.hardware import ModelShape
-from headway.perf.latency.groups import GroupLatency
 from headway.perf.utilisation import UtilisationBase
 from headway.policy.placement.contract import (
-    ClusterInstance,
     ClusterLinks,
-    PlacementPolicy,
     RatesReplaced,
     RateTable,
     too_long,
 )
-from headway.runtime.cluster.driver import ClusterDriver, DecisionLog, InstanceMessages
+from headway.runtime.cluster.driver import ClusterDriver, ClusterRules, InstanceMessages
 from headway.runtime.cluster.http_backend import HttpInstance
 from headway.runtime.cluster.instances import (
     ClusterReport,
@@ -41,8 +37,6 @@ from headway.runtime.cluster.instances import (
     InstanceReport,
     LiveInstance,
 )
-from headway.runtime.cluster.membership import ClusterMembership
-from headway.runtime.cluster.native_backend import LatencyOf
 from headway.runtime.cluster.requests import ClusterRequest, InstanceRegistry, InstanceTable, time_limit
 from headway.runtime.engine.config import accumulate_counters
 from headway.runtime.engine.protocol import (
@@ -128,109 +122,8 @@ pool's other instances; None: there are none). Raises RequestError."""
 
 
 class InstanceRoster:
-    """All instances of one cluster, with their tasks and the counters of those that have left."""
-
-    def __init__(self, registry: Instances, listener: InstanceEvents, another: Another | None) -> None:
-        self._registry, self._listener, self._another = registry, listener, another
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._incarnations: dict[int, int] = {}
-        self.gone = EngineStats()
-        """Counters of the instances that have left."""
-
-    def look_after(self, instance: LiveInstance | HttpInstance) -> None:
-        """Start the task that runs an instance and receives its messages."""
-        self._tasks[instance.number] = asyncio.create_task(instance.look_after(self._listener))
-
-    async def stop(self) -> None:
-        """Cancel the tasks of all instances, and wait for their end."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def reports(self, membership: ClusterMembership | None) -> list[InstanceReport]:
-        """Return the reports of all instances."""
-        placed = Counter[int]() if membership is None else membership.placed()
-        return [self._report(each, membership, placed) for each in self._registry]
-
-    def _report(
-        self, instance: LiveInstance | HttpInstance, membership: ClusterMembership | None, all_placed: Counter[int]
-    ) -> InstanceReport:
-        number, stats = instance.number, instance.stats
-        placed = all_placed[number]
-        queued, free_in_s = (0, 0.0) if membership is None else membership.figures(number)
-        if instance.state == "lost":
-            queued, free_in_s = 0, 0.0
-        return InstanceReport(
-            id=number,
-            role=instance.role,
-            node=instance.node,
-            host=instance.host,
-            pool=instance.pool,
-            state="draining" if membership is not None and number in membership.leaving else instance.state,
-            incarnation=instance.incarnation,
-            pid=instance.pid,
-            placed=placed,
-            running=stats.running,
-            waiting=stats.waiting,
-            queued_tokens=queued,
-            free_in_s=free_in_s,
-            kv_tokens_used=stats.kv_tokens_used,
-            kv_tokens_total=0 if instance.info is None else instance.info.kv_tokens_total,
-            prefill_tokens_total=stats.prefill_tokens_total,
-            decode_tokens_total=stats.decode_tokens_total,
-            restarts_total=stats.engine_restarts_total,
-            failure=instance.failure,
-        )
-
-    def join(self, pool: int, membership: ClusterMembership) -> InstanceReport:
-        """See `InstanceAdmin.join`. The instance gets the lowest free number."""
-        if self._another is None:
-            raise RequestError("this cluster cannot start more instances", "pool")
-        number = 0
-        while self._registry.get(number) is not None:
-            number += 1
-        try:
-            instance = self._another(number, pool, self._incarnations.get(number, 0), self._kv_bytes(pool))
-        except OSError as error:
-            raise UnavailableError(f"instance {number} cannot be started: {error}", 30.0) from error
-        cast(InstanceRegistry, self._registry).add(instance)
-        membership.reserve(number)
-        self.look_after(instance)
-        return self._report(instance, membership, membership.placed())
-
-    def _kv_bytes(self, pool: int) -> int | None:
-        """Return the largest KV pool of a pool's instances, in bytes; None: none has reported one."""
-        infos = [each.info for each in self._registry if each.pool == pool and each.info is not None]
-        return max((info.kv_bytes for info in infos), default=None)
-
-    def leave(self, number: int, membership: ClusterMembership, served: int) -> InstanceReport:
-        """See `InstanceAdmin.leave`. served: tokens of the longest request that is accepted."""
-        instance = self._registry[number]
-        # Without a process there is nothing to drain: the instance leaves at once.
-        if not instance.serves:
-            instance.drain()
-            if instance.state == "failed":
-                self.remove(instance)
-        elif number not in membership.leaving and instance.state == "ready":
-            why = membership.refuses(membership.others(number)) or membership.shortens(number, served)
-            if why is not None:
-                raise RequestError(f"instance {number} cannot leave: without it {why}", "id")
-            membership.close(number)
-        return self._report(instance, membership, membership.placed())
-
-    def remove(self, instance: LiveInstance | HttpInstance) -> None:
-        """Remove an instance from the cluster, and keep its counters."""
-        self.gone = accumulate_counters(self.gone, accumulate_counters(instance.stats, EngineStats()))
-        # A later instance of this number goes on counting, so that its peers can tell it from this one.
-        self._incarnations[instance.number] = instance.incarnation + 1
-        self._registry.remove(instance.number)
-        self._tasks.pop(instance.number, None)
-
-
-class InstanceEvents:
-    """Called on the event loop with what happens to instances, in order. What they report about requests goes to
-    `ClusterDriver.reports`."""
+    """All instances of one cluster, with their tasks and the counters of those that have left. Called on the event loop
+    with what happens to them, in order; what they report about requests goes to `ClusterDriver.reports`."""
 
     said: Callable[[int, FromInstance], None]
     """A message about a span task, a KV slice or a reservation has come."""
@@ -240,9 +133,12 @@ class InstanceEvents:
     """A new stats snapshot has come."""
 
     def __init__(self, registry: Instances, another: Another | None, is_lost: Callable[[], bool]) -> None:
-        """another: see `InstanceRoster`. is_lost: whether no instance can serve, or come."""
-        self._registry, self._is_lost = registry, is_lost
-        self.roster = InstanceRoster(registry, self, another)
+        """another: starts one more; None: none can join. is_lost: whether no instance can serve, or come."""
+        self._registry, self._another, self._is_lost = registry, another, is_lost
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._incarnations: dict[int, int] = {}
+        self.gone = EngineStats()
+        """Counters of the instances that have left."""
         self._live: ClusterDriver | None = None
         # Nothing can be about a request before there is a controller.
         self.said = lambda number, message: None
@@ -259,7 +155,7 @@ class InstanceEvents:
         loop = asyncio.get_running_loop()
         self._ready = {each.number: loop.create_future() for each in self._registry}
         for each in self._registry:
-            self.roster.look_after(each)
+            self._look_after(each)
         await asyncio.gather(*(self._ready[each.number] for each in self._registry if each.required))
         others = {each: self._ready[each.number] for each in self._registry if isinstance(each, HttpInstance)}
         if others:
@@ -287,7 +183,10 @@ class InstanceEvents:
                 future.set_exception(UnavailableError("the server is closing"))
                 # Retrieved, or asyncio would log it if no caller awaits the start.
                 future.exception()
-        await self.roster.stop()
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # -- the listener -------------------------------------------------------------------------------------------------
 
@@ -326,7 +225,7 @@ class InstanceEvents:
         if ready is not None and not ready.done():
             ready.set_exception(ConfigError(f"instance {number}: {instance.failure or 'it ended while starting'}"))
         if instance.state == "left":
-            self.roster.remove(instance)
+            self._remove(instance)
         if self._live is not None and self._is_lost():
             requests = self._live.requests
             why = instance.failure or requests.not_placeable
@@ -349,23 +248,88 @@ class InstanceEvents:
             return f"it holds {info.max_model_len} tokens of a request, and this cluster's instances {least} at least"
         return None
 
+    # -- for operators ------------------------------------------------------------------------------------------------
 
-class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings that depend on the instances' own reports, made once they are ready."""
+    def _look_after(self, instance: LiveInstance | HttpInstance) -> None:
+        """Start the task that runs an instance and receives its messages."""
+        self._tasks[instance.number] = asyncio.create_task(instance.look_after(self))
 
-    policy: Callable[[], PlacementPolicy]
-    """Returns a new policy."""
-    latency: GroupLatency
-    """Predictor of spans and prompts."""
-    shape: ModelShape
-    latency_of: LatencyOf | None = None
-    """Predictor of one instance; None: `latency` for all."""
-    longest: Callable[[Sequence[ClusterInstance]], int] = lambda instances: 0
-    """Tokens of the longest request that these instances hold (`contract.longest_request`); 0: not limited."""
-    rows: int = 0
-    """Most rows of a span that an instance computes at once (`SpanTask.rows`); 0: all."""
-    log: DecisionLog | None = None
-    """Log of all decisions."""
+    def reports(self) -> list[InstanceReport]:
+        """Return the reports of all instances."""
+        placed = Counter[int]() if self._live is None else self._live.membership.placed()
+        return [self._report(each, placed) for each in self._registry]
+
+    def _report(self, instance: LiveInstance | HttpInstance, placed: Counter[int]) -> InstanceReport:
+        number, stats = instance.number, instance.stats
+        membership = None if self._live is None else self._live.membership
+        queued, free_in_s = (0, 0.0) if membership is None else membership.figures(number)
+        if instance.state == "lost":
+            queued, free_in_s = 0, 0.0
+        return InstanceReport(
+            id=number,
+            role=instance.role,
+            node=instance.node,
+            host=instance.host,
+            pool=instance.pool,
+            state="draining" if membership is not None and number in membership.leaving else instance.state,
+            incarnation=instance.incarnation,
+            pid=instance.pid,
+            placed=placed[number],
+            running=stats.running,
+            waiting=stats.waiting,
+            queued_tokens=queued,
+            free_in_s=free_in_s,
+            kv_tokens_used=stats.kv_tokens_used,
+            kv_tokens_total=0 if instance.info is None else instance.info.kv_tokens_total,
+            prefill_tokens_total=stats.prefill_tokens_total,
+            decode_tokens_total=stats.decode_tokens_total,
+            restarts_total=stats.engine_restarts_total,
+            failure=instance.failure,
+        )
+
+    def join(self, pool: int, live: ClusterDriver) -> InstanceReport:
+        """See `InstanceAdmin.join`. The instance gets the lowest free number."""
+        if self._another is None:
+            raise RequestError("this cluster cannot start more instances", "pool")
+        number = 0
+        while self._registry.get(number) is not None:
+            number += 1
+        try:
+            instance = self._another(number, pool, self._incarnations.get(number, 0), self._kv_bytes(pool))
+        except OSError as error:
+            raise UnavailableError(f"instance {number} cannot be started: {error}", 30.0) from error
+        cast(InstanceRegistry, self._registry).add(instance)
+        live.membership.reserve(number)
+        self._look_after(instance)
+        return self._report(instance, live.membership.placed())
+
+    def _kv_bytes(self, pool: int) -> int | None:
+        """Return the largest KV pool of a pool's instances, in bytes; None: none has reported one."""
+        infos = [each.info for each in self._registry if each.pool == pool and each.info is not None]
+        return max((info.kv_bytes for info in infos), default=None)
+
+    def leave(self, number: int, live: ClusterDriver, served: int) -> InstanceReport:
+        """See `InstanceAdmin.leave`. served: tokens of the longest request that is accepted."""
+        instance, membership = self._registry[number], live.membership
+        # Without a process there is nothing to drain: the instance leaves at once.
+        if not instance.serves:
+            instance.drain()
+            if instance.state == "failed":
+                self._remove(instance)
+        elif number not in membership.leaving and instance.state == "ready":
+            why = membership.refuses(membership.others(number)) or membership.shortens(number, served)
+            if why is not None:
+                raise RequestError(f"instance {number} cannot leave: without it {why}", "id")
+            membership.close(number)
+        return self._report(instance, membership.placed())
+
+    def _remove(self, instance: LiveInstance | HttpInstance) -> None:
+        """Remove an instance from the cluster, and keep its counters."""
+        self.gone = accumulate_counters(self.gone, accumulate_counters(instance.stats, EngineStats()))
+        # A later instance of this number goes on counting, so that its peers can tell it from this one.
+        self._incarnations[instance.number] = instance.incarnation + 1
+        self._registry.remove(instance.number)
+        self._tasks.pop(instance.number, None)
 
 
 class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
@@ -393,8 +357,7 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
         self.registry: Instances = InstanceTable(servers) if servers else InstanceRegistry(native)
         self._links, self._make, self._placement = links, make, placement
         self._backends, self._in_place, self._clock = backends, in_place, clock
-        self._events = InstanceEvents(self.registry, another, lambda: self.state == "lost")
-        self._roster = self._events.roster
+        self._roster = InstanceRoster(self.registry, another, lambda: self.state == "lost")
         self._live: ClusterDriver | None = None
         self._starting: asyncio.Future[EngineInfo] | None = None
         self._info: EngineInfo | None = None
@@ -455,7 +418,7 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
 
     @override
     def on_samples(self, receive: Callable[[int, EngineSamples], None]) -> None:
-        self._events.receive_samples = receive
+        self._roster.receive_samples = receive
 
     async def start(self) -> EngineInfo:
         """Start the cluster and return its merged report. May be awaited by several callers."""
@@ -465,7 +428,7 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
 
     async def _start(self) -> EngineInfo:
         try:
-            await self._events.all_ready()
+            await self._roster.all_ready()
             there = [each for each in self.registry if each.seen and each.info is not None]
             infos = [cast(EngineInfo, each.info) for each in there]
             if not infos:
@@ -473,25 +436,13 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
             merged_info(infos)
             rules = self._make(infos)
             info = merged_info(infos, rules.longest([each.initial_instance for each in there]))
-            live = ClusterDriver(
-                self.registry,
-                self._links,
-                rules.policy,
-                rules.latency_of or (lambda info: rules.latency),
-                rules.shape,
-                self._backends,
-                self._in_place,
-                rules.rows,
-                rules.longest,
-                rules.log,
-                self._clock,
-            )
+            live = ClusterDriver(self.registry, self._links, rules, self._backends, self._in_place, self._clock)
             live.begin()
         except ConfigError as error:
             self.failure = str(error)
             raise
         self._live, self._info = live, info
-        self._events.begin(live, info)
+        self._roster.begin(live, info)
         return info
 
     async def generate(self, submit: SubmitRequest, prompt: bytes | memoryview) -> AsyncIterator[OutputDelta]:
@@ -547,7 +498,7 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
     async def close(self) -> None:
         if self._live is not None:
             self._live.close()
-        await self._events.close()
+        await self._roster.close()
         await asyncio.gather(*(each.close() for each in self.registry))
 
     def end(self) -> None:
@@ -565,7 +516,7 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
             state=self.state,
             requests=0 if live is None else len(live.requests.asked),
             waiting=0 if live is None else live.requests.waiting,
-            instances=self._roster.reports(None if live is None else live.membership),
+            instances=self._roster.reports(),
         )
         return report if live is None else msgspec.structs.replace(report, **live.backend.counts())
 
@@ -573,7 +524,7 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
     def join(self, pool: int) -> InstanceReport:
         if self._live is None or self._drains:
             raise RequestError(f"no instance can join a cluster that is {self.state}", "pool")
-        return self._roster.join(pool, self._live.membership)
+        return self._roster.join(pool, self._live)
 
     @override
     def replace_rates(self, table: RateTable) -> None:
@@ -587,4 +538,4 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
     def leave(self, number: int) -> InstanceReport:
         if self._live is None:
             raise RequestError("the cluster is starting", "id")
-        return self._roster.leave(number, self._live.membership, self.info.max_model_len)
+        return self._roster.leave(number, self._live, self.info.max_model_len)

@@ -15,17 +15,19 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple, cast
 
+import msgspec
+
 from headway.control.controller import ClusterController
 from headway.control.entries import SpanEntry
 from headway.control.log import RecordingController
 from headway.core.errors import ConfigError, RequestError, UnavailableError
 from headway.perf.hardware import ModelShape
+from headway.perf.latency.groups import GroupLatency
 from headway.policy.placement.contract import ClusterInstance, ClusterLinks, ClusterState, PlacementPolicy
 from headway.runtime.cluster.http_backend import HttpAnswers, HttpBackend, HttpInstance
 from headway.runtime.cluster.instances import LiveInstance
-from headway.runtime.cluster.membership import ClusterMembership
+from headway.runtime.cluster.membership import ClusterMembership, PlacementChain
 from headway.runtime.cluster.native_backend import LatencyOf, LiveBackend
-from headway.runtime.cluster.policies import PlacementChain
 from headway.runtime.cluster.requests import (
     BatchComplete,
     ClusterRequests,
@@ -152,7 +154,7 @@ class InstanceMessages:
         """Called with samples of what instances compute outside of their schedulers."""
 
     def heard(self, number: int, delta: OutputDelta) -> None:
-        """See `InstanceEvents`."""
+        """See `InstanceRoster`."""
         attempt = self._requests.attempts.get(delta.id)
         # Late deltas: of an attempt that was given up, or of a scheduler that the request has left since.
         if attempt is None or attempt.at != number or attempt.finished:
@@ -164,7 +166,7 @@ class InstanceMessages:
             self._settle()
 
     def said(self, number: int, message: FromInstance) -> None:
-        """See `InstanceEvents`."""
+        """See `InstanceRoster`."""
         attempt = self._requests.attempts.get(message.id)
         # Late: of an attempt that was given up.
         if attempt is None:
@@ -196,7 +198,7 @@ class InstanceMessages:
         self._settle()
 
     def measured(self, number: int) -> None:
-        """See `InstanceEvents`."""
+        """See `InstanceRoster`."""
         self._controller.changed((number,), self._clock())
         # Snapshots come ten times a second per instance; only a span that waits for free KV can profit from one.
         if self._backend.rooms.waiting:
@@ -334,6 +336,24 @@ class DecisionLog(NamedTuple):
     """What else a replay needs: written once, at the head of the log."""
 
 
+class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings that depend on the instances' own reports, made once they are ready."""
+
+    policy: Callable[[], PlacementPolicy]
+    """Returns a new policy."""
+    latency: GroupLatency
+    """Predictor of spans and prompts."""
+    shape: ModelShape
+    latency_of: LatencyOf | None = None
+    """Predictor of one instance; None: `latency` for all."""
+    longest: Callable[[Sequence[ClusterInstance]], int] = lambda instances: 0
+    """Tokens of the longest request that these instances hold (`contract.longest_request`); 0: not limited."""
+    rows: int = 0
+    """Most rows of a span that an instance computes at once (`SpanTask.rows`); 0: all."""
+    log: DecisionLog | None = None
+    """Log of all decisions."""
+
+
 class ClusterDriver:
     """Drives one `ClusterController` over live instances: puts the parts together, and settles them."""
 
@@ -341,41 +361,34 @@ class ClusterDriver:
         self,
         registry: InstanceTable[LiveInstance] | InstanceTable[HttpInstance],
         links: ClusterLinks,
-        make: Callable[[], PlacementPolicy],
-        latency_of: LatencyOf,
-        shape: ModelShape,
+        rules: ClusterRules,
         backends: int = 16,
         in_place: bool = False,
-        rows: int = 0,
-        longest: Callable[[Sequence[ClusterInstance]], int] = lambda instances: 0,
-        log: DecisionLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open all instances of `registry`; those that are not ready yet are closed again at once.
 
-        make: returns a new policy. shape: of the model. backends: slices of KV that an instance receives at a time.
-        in_place: groups decode where their KV lies (`LiveResidency`). rows: see `SpanTask.rows`. longest: see
-        `ClusterRules`. log: of all decisions, for a replay. clock: seconds, of the same clock as the event loop's.
+        backends: slices of KV that an instance receives at a time. in_place: groups decode where their KV lies
+        (`LiveResidency`). clock: seconds, of the same clock as the event loop's.
         """
         self._clock = clock
         self.backend: LiveBackend | HttpBackend
         if isinstance(registry, InstanceRegistry):
-            self.backend = LiveBackend(registry, latency_of, shape, in_place, rows, clock)
+            latency_of = rules.latency_of or (lambda info: rules.latency)
+            self.backend = LiveBackend(registry, latency_of, rules.shape, in_place, rules.rows, clock)
         else:
             self.backend = HttpBackend(cast(InstanceTable[HttpInstance], registry), clock)
         cluster = ClusterState([each.initial_instance for each in registry if each.seen], links)
-        self.policies = PlacementChain(make)
+        self.policies, log = PlacementChain(rules.policy), rules.log
         kind = ClusterController if log is None else partial(RecordingController, sink=log.sink, about=log.about)
         self.controller: ClusterController = kind(
-            cluster, self.backend, self.policies, layers=shape.layers, receive_backends=backends
+            cluster, self.backend, self.policies, layers=rules.shape.layers, receive_backends=backends
         )
         self._loop = SettlingLoop(self.controller, self.backend.expecting, self._follow, clock)
         self.settle = settle = self._loop.settle
         limits = max(each.limits for each in registry)
         self.requests = ClusterRequests(self.controller, self.backend, limits, settle, clock)
-        self.membership = ClusterMembership(
-            self.controller, cluster, self.backend, make, longest, self.requests, settle, clock
-        )
+        self.membership = ClusterMembership(self.controller, self.backend, rules, self.requests, settle, clock)
         self.reports: InstanceMessages | HttpAnswers
         if isinstance(self.backend, LiveBackend):
             self.reports = InstanceMessages(

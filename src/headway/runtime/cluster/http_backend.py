@@ -59,7 +59,7 @@ from headway.runtime.engine.config import GaveUpError, RestartLimit
 from headway.runtime.engine.protocol import EngineInfo, EngineStats, FinishReason, OutputDelta, SubmitRequest
 
 if TYPE_CHECKING:
-    from headway.runtime.cluster.client import InstanceEvents
+    from headway.runtime.cluster.client import InstanceRoster
 
 
 ALONE = GroupShape(1)
@@ -335,7 +335,7 @@ class HttpInstance:
         """Have `watch` probe at once: a stream has broken off."""
         self._due.set()
 
-    async def look_after(self, listener: InstanceEvents) -> None:
+    async def look_after(self, listener: InstanceRoster) -> None:
         """Start the server if it is ours, probe it, and report what becomes of it, until it is given up or leaves."""
         if self.process is not None:
             await self.process.start()
@@ -353,7 +353,7 @@ class HttpInstance:
         listener.ended(self.number)
         await self.close()
 
-    async def _probe(self, listener: InstanceEvents) -> None:
+    async def _probe(self, listener: InstanceRoster) -> None:
         process = self.process
         if process is not None and process.ended:
             await self._restart(process, listener)
@@ -397,14 +397,14 @@ class HttpInstance:
         self.load = await self.server.load()
         self.queue.report(self.load.prefill_s)
 
-    def _missed(self, listener: InstanceEvents) -> None:
+    def _missed(self, listener: InstanceRoster) -> None:
         self._misses = 0 if self._alive else self._misses + 1
         self._alive = False
         if self._misses >= _MISSES:
             self._misses = 0
             self._lose(listener, f"{self.url} does not answer")
 
-    def _lose(self, listener: InstanceEvents, why: str) -> None:
+    def _lose(self, listener: InstanceRoster, why: str) -> None:
         if self.state == "ready":
             self.state = "lost"
             self.incarnation += 1
@@ -414,7 +414,7 @@ class HttpInstance:
             self._forget_events()
             listener.lost(self.number, why)
 
-    async def _restart(self, process: ServerCommand, listener: InstanceEvents) -> None:
+    async def _restart(self, process: ServerCommand, listener: InstanceRoster) -> None:
         """Start the server again after its process has ended."""
         why = f"the server has ended; {process.last_words()}"
         first = self.state == "starting" and not self.incarnation
@@ -628,7 +628,7 @@ class HttpAnswers:
         backend.heard, backend.broken = self._receive, self._broken
 
     def measured(self, number: int) -> None:
-        """See `InstanceEvents`."""
+        """See `InstanceRoster`."""
         if self._backend.registry[number].seen:
             self._controller.changed((number,), self._clock())
 

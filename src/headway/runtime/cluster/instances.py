@@ -2,7 +2,7 @@
 can read and change.
 
 Unlike `runtime.engine.client`, nothing is recovered when a process is lost: all KV on it is gone, and an empty process
-takes its place. The controller, which gets `InstanceEvents.lost`, restarts the requests that were there.
+takes its place. The controller, which gets `InstanceRoster.lost`, restarts the requests that were there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from headway.runtime.engine.protocol import (
 from headway.runtime.engine.supervisor import EngineProcess, EngineSupervisor, Message
 
 if TYPE_CHECKING:
-    from headway.runtime.cluster.client import InstanceEvents
+    from headway.runtime.cluster.client import InstanceRoster
     from headway.runtime.cluster.requests import ClusterRequest
 
 
@@ -381,7 +381,7 @@ class LiveInstance:
 
     # -- one process after another ----------------------------------------------------------------------------------
 
-    async def look_after(self, listener: InstanceEvents) -> None:
+    async def look_after(self, listener: InstanceRoster) -> None:
         """Run the instance's processes, one after another, until it has left or is given up; report to `listener`."""
         try:
             while True:
@@ -418,7 +418,7 @@ class LiveInstance:
         """Whether the instance is being drained."""
         return self.state == "draining"
 
-    def _receive(self, listener: InstanceEvents, message: Message) -> None:
+    def _receive(self, listener: InstanceRoster, message: Message) -> None:
         """Handle one message of the process; the supervisor has taken in stats, report and error."""
         self.heard_s = self._clock()
         if isinstance(message, IterationOutputs):

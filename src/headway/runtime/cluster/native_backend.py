@@ -435,7 +435,6 @@ class LiveResidency:
     def __init__(
         self,
         registry: InstanceRegistry,
-        attempts: AttemptTable,
         moves: LiveKvMigrations,
         steps: GroupDecodeSteps,
         in_place: bool,
@@ -444,7 +443,7 @@ class LiveResidency:
     ) -> None:
         """in_place: groups decode where their KV lies. placed: called when a prompt goes to an instance's scheduler.
         over: called with a request whose decode is enqueued after it has ended."""
-        self._registry, self._attempts, self._moves = registry, attempts, moves
+        self._registry, self._moves = registry, moves
         self._steps, self._in_place = steps, in_place
         self._placed, self._over = placed, over
         self._left: list[RequestAttempt] = []
@@ -505,7 +504,7 @@ class LiveResidency:
             self._registry.forget(attempt)
             self._moves.settled(attempt)
             attempt.at = None
-            self._attempts.rename(attempt)
+            attempt.rename()
 
     def pump(self) -> None:
         """Halt the decodes that left and were not entered again. Called after all actions of a policy's call."""
@@ -680,7 +679,7 @@ class LiveBackend:
         self.moves = LiveKvMigrations(registry, attempts, self._sent)
         self.announced, self.ready, self.send = self.moves.announced, self.moves.ready, self.moves.send
         self.steps = GroupDecodeSteps(registry)
-        self.stays = LiveResidency(registry, attempts, self.moves, self.steps, in_place, self._placed, self._over)
+        self.stays = LiveResidency(registry, self.moves, self.steps, in_place, self._placed, self._over)
         self.rooms = KvAdmission(registry.kv, clock)
         self.runs = LiveSpanRuns(registry, self.rooms, shape, rows, self.stays.submit)
         self.fits, self.committed = self.runs.fits, self.runs.committed

@@ -251,6 +251,12 @@ class RequestAttempt:
         # The newest token gets its KV in the iteration that computes the next one.
         return self.request.prompt_tokens + max(0, self.said - 1)
 
+    def rename(self) -> None:
+        """Take a new id on the instances: messages under the old one are ignored from now on."""
+        self.restarts += 1
+        self.admitted.clear()
+        self.left.clear()
+
     def places(self) -> set[int]:
         """Return the instances whose loss ends this attempt."""
         found = {*self.running, *self.spread, *self.whole, *self.room}
@@ -269,11 +275,10 @@ class RequestAttempt:
 
 
 class AttemptTable:
-    """The attempts under way, by their id on the instances and by the request's name."""
+    """The attempts under way, by the request's name (the policy's); ids on the instances have marks behind it."""
 
     def __init__(self) -> None:
         self._of: dict[str, RequestAttempt] = {}
-        self._named: dict[str, RequestAttempt] = {}
 
     def __iter__(self) -> Iterator[RequestAttempt]:
         return iter(list(self._of.values()))
@@ -283,28 +288,20 @@ class AttemptTable:
 
     def named(self, name: str) -> RequestAttempt | None:
         """Return the attempt with the name that the policy uses."""
-        return self._named.get(name)
+        return self._of.get(name)
 
     def get(self, wire: str) -> RequestAttempt | None:
         """Return the attempt with that id; None: it was given up, and the message about it is late."""
-        return self._of.get(wire)
+        attempt = self._of.get(wire.rstrip("'"))
+        return None if attempt is None or attempt.wire != wire else attempt
 
     def add(self, attempt: RequestAttempt) -> None:
         """Add an attempt that begins."""
-        self._of[attempt.wire] = self._named[attempt.request.id] = attempt
+        self._of[attempt.request.id] = attempt
 
     def remove(self, attempt: RequestAttempt) -> None:
         """Remove an attempt that has ended. Harmless when repeated."""
-        self._of.pop(attempt.wire, None)
-        self._named.pop(attempt.request.id, None)
-
-    def rename(self, attempt: RequestAttempt) -> None:
-        """Give an attempt a new id on the instances: messages under the old one are ignored from now on."""
-        del self._of[attempt.wire]
-        attempt.restarts += 1
-        attempt.admitted.clear()
-        attempt.left.clear()
-        self._of[attempt.wire] = attempt
+        self._of.pop(attempt.request.id, None)
 
 
 Instance = TypeVar("Instance", bound="LiveInstance | HttpInstance")

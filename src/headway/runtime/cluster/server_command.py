@@ -1,8 +1,13 @@
-"""A server that the cluster starts itself: its command, and its process."""
+"""A server that the cluster starts itself: its command, and its process, which ends with the cluster's.
+
+As a program, `python -m headway.runtime.cluster.server_command PARENT WORDS…` becomes a command that ends with its
+parent: the kernel sends SIGTERM when that has ended, however it did, so that no server is left behind.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import shlex
 import signal
@@ -20,6 +25,7 @@ VLLM_COMMAND = (
 _GRACE_S = 10.0
 """Seconds between SIGTERM and SIGKILL."""
 _QUOTED_BYTES = 1500
+_PR_SET_PDEATHSIG = 1
 
 
 def server_words(command: str | None, model: str, index: int, port: int, kv_events: str) -> list[str]:
@@ -64,7 +70,7 @@ class ServerCommand:
                 sys.executable,
                 "-P",
                 "-m",
-                "headway.runtime.cluster.end_with_parent",
+                "headway.runtime.cluster.server_command",
                 str(os.getpid()),
                 *self.words,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -100,3 +106,20 @@ class ServerCommand:
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
+
+
+def become(parent: int, words: list[str]) -> None:
+    """Become the command. `parent`: the process id of the one that is to outlive it."""
+    with suppress(OSError, AttributeError):  # Linux only
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    # It may have ended before the request.
+    if os.getppid() != parent:
+        sys.exit(1)
+    try:
+        os.execvp(words[0], words)
+    except OSError as error:
+        sys.exit(f"{words[0]}: {error.strerror}: it is the pool's command")
+
+
+if __name__ == "__main__":
+    become(int(sys.argv[1]), sys.argv[2:])
