@@ -59,12 +59,12 @@ class ReplicaCounters:
         self.joins: list[GroupJoin] = []
         self.pairs = self.busy_s = self.scheduling_s = 0.0
 
-    def chunk(self, chunk: Chunk) -> None:
-        """Count a chunk's tokens and attention."""
-        self.prefill += chunk.tokens
-        self.kv_read += chunk.start + chunk.tokens
+    def chunk(self, start: int, tokens: int) -> None:
+        """Count a chunk's tokens and attention. start: tokens before it."""
+        self.prefill += tokens
+        self.kv_read += start + tokens
         # token i of the chunk attends to start + i + 1 tokens; the sum over the chunk
-        self.pairs += chunk.tokens * (chunk.start + 0.5 * (chunk.tokens + 1))
+        self.pairs += tokens * (start + 0.5 * (tokens + 1))
 
     def decodes(self, batch: Batch, repeats: int) -> None:
         """Count the decodes of a batch; each repetition reads one more KV token for every one."""
@@ -89,7 +89,7 @@ class ReplicaCounters:
         self.kv_read += repeats * read
         self.pairs += repeats * read
 
-    def use(self, over_s: float, prefix_cache: PrefixCacheUse | None) -> ReplicaUse:
+    def use(self, over_s: float, prefix_cache: PrefixCacheUse | None = None) -> ReplicaUse:
         """Return the counters; `over_s`: seconds counted as busy that lie beyond the run."""
         return ReplicaUse(
             iterations=self.iterations,
@@ -405,7 +405,7 @@ class SimulatedEngine:
                 track.scheduled_s = now
                 if self.prefixes is not None:
                     track.cached_tokens = self.prefixes.taken(track.request)
-            self._counts.chunk(chunk)
+            self._counts.chunk(chunk.start, chunk.tokens)
         for op in part.kv_ops:
             if op.start and op.request in self.tracks:
                 self._counts.join(now, self.index, part.group, op)

@@ -68,21 +68,21 @@ class GroupJoin(NamedTuple):
 class ReplicaUse:
     """Counters of one replica. Tokens count rows of forward passes, recomputed ones included."""
 
-    iterations: int
+    iterations: int = 0
     """Iterations, each repetition of decodes counted."""
-    batches: int
+    batches: int = 0
     """Decisions of the scheduler; fewer than iterations where decodes were repeated."""
-    busy_s: float
+    busy_s: float = 0.0
     """Seconds that stage 0 computed, the mean over KV groups."""
-    prefill_tokens: int
-    decode_tokens: int
-    kv_read_tokens: int
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    kv_read_tokens: int = 0
     """KV tokens that attention read, for decodes and chunks."""
-    attention_pairs: float
+    attention_pairs: float = 0.0
     """Pairs of a query token and a KV token, counted causally; for FLOPs."""
-    preemptions: int
-    recomputed_tokens: int
-    kv_peak_tokens: int
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    kv_peak_tokens: int = 0
     """Most KV tokens in use at a time, of all KV groups together."""
     scheduling_s: float = 0.0
     """Real seconds spent in the scheduler; 0 without a stopwatch."""
@@ -92,6 +92,11 @@ class ReplicaUse:
     """KV groups that joined a long request."""
     prefix_cache: PrefixCacheUse | None = None
     """None: it had none."""
+
+
+WORK = ("iterations", "batches", "prefill_tokens", "decode_tokens", "kv_read_tokens", "attention_pairs", "preemptions",
+        "recomputed_tokens")  # fmt: skip
+"""Counters of `ReplicaUse` that add up over the engines of an instance."""
 
 
 @dataclass

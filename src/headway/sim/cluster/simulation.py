@@ -22,7 +22,7 @@ from headway.sim.cluster.state import BarKind, ClusterResult, ClusterSpec, Gantt
 from headway.sim.loop import NEVER, EventKind, EventLoop, OnProgress
 from headway.sim.metrics import NO_TARGETS
 from headway.sim.prefix_cache import sum_of
-from headway.sim.result import ReplicaUse, SimResult
+from headway.sim.result import WORK, ReplicaUse, SimResult
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
 
@@ -253,28 +253,16 @@ class ClusterSimulation(EventLoop):
 
     def _use(self, instance: int, end_s: float) -> ReplicaUse:
         """Return the counters of one instance: its busy time and the work of the schedulers on it."""
-        total = ReplicaUse(
-            iterations=0, batches=0, busy_s=self.backend.busy.seconds[instance], prefill_tokens=0, decode_tokens=0,
-            kv_read_tokens=0, attention_pairs=0.0, preemptions=0, recomputed_tokens=0, kv_peak_tokens=0,
-        )  # fmt: skip
+        total = ReplicaUse(busy_s=self.backend.busy.seconds[instance])
         for engine in self.backend.engines.values():
             if instance not in engine.group:
                 continue
+            use = engine.replica.use(end_s)
+            total = replace(total, kv_peak_tokens=max(total.kv_peak_tokens, use.kv_peak_tokens))
             # a group's work counts on its first instance only, so that sums over instances are right
-            use, first = engine.replica.use(end_s), engine.group[0] == instance
-            total = replace(
-                total,
-                iterations=total.iterations + (use.iterations if first else 0),
-                batches=total.batches + (use.batches if first else 0),
-                prefill_tokens=total.prefill_tokens + (use.prefill_tokens if first else 0),
-                decode_tokens=total.decode_tokens + (use.decode_tokens if first else 0),
-                kv_read_tokens=total.kv_read_tokens + (use.kv_read_tokens if first else 0),
-                attention_pairs=total.attention_pairs + (use.attention_pairs if first else 0.0),
-                preemptions=total.preemptions + (use.preemptions if first else 0),
-                recomputed_tokens=total.recomputed_tokens + (use.recomputed_tokens if first else 0),
-                kv_peak_tokens=max(total.kv_peak_tokens, use.kv_peak_tokens),
-                prefix_cache=sum_of(total.prefix_cache, use.prefix_cache if first else None),
-            )
+            if engine.group[0] == instance:
+                sums = {name: getattr(total, name) + getattr(use, name) for name in WORK}
+                total = replace(total, **sums, prefix_cache=sum_of(total.prefix_cache, use.prefix_cache))
         if instance == 0:
             spans = self.backend.prefix_copies.use_of_spans(self.backend.engines.values())
             total = replace(total, prefix_cache=sum_of(total.prefix_cache, spans))

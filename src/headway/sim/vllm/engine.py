@@ -16,14 +16,14 @@ from typing_extensions import override
 
 from headway.core.errors import RequestError
 from headway.core.request import Request
-from headway.perf.latency.base import BatchLoad, LatencyModel, beside_prompts, decode_load, load_s, one_chunk_s
+from headway.perf.latency.base import BatchLoad, LatencyModel, beside_prompts, decode_load, load_s
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.policy.hosted.driver import PolicyDriver, ReservedKvPool, StepClock, StepPlan
 from headway.policy.hosted.gate import GatedQueueMethods
 from headway.policy.hosted.settings import TRUST_PROFILE
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
-from headway.sim.engine import DecodeTrack
+from headway.sim.engine import DecodeTrack, ReplicaCounters
 from headway.sim.result import IterationRecord, ReplicaUse
 from headway.sim.spec import InstanceSpec, NoiseSource, VllmSpec
 from headway.sim.vllm.scheduler import SchedulerPlugin, VllmRequestState, VllmScheduler, VllmStep
@@ -175,9 +175,7 @@ class SimulatedVllm:
         # Whether a step has returned since the last one was scheduled.
         self._returned = False
         self._free_s = 0.0
-        self._iterations = self._prefill = self._decoded = self._kv_read = 0
-        self._preemptions = self._peak_blocks = 0
-        self._pairs = self._busy_s = self._scheduling_s = 0.0
+        self._counts = ReplicaCounters()
 
     # -- events -------------------------------------------------------------------------------------------------
 
@@ -207,8 +205,8 @@ class SimulatedVllm:
             started_s = self._stopwatch() if self._stopwatch is not None else 0.0
             step = self.scheduler.schedule(now)
             if self._stopwatch is not None:
-                self._scheduling_s += self._stopwatch() - started_s
-            self._preemptions += len(step.preempted)
+                self._counts.scheduling_s += self._stopwatch() - started_s
+            self._counts.preemptions += len(step.preempted)
             if not step.tokens:
                 # The only running request has lost its KV: it may begin again at once.
                 if step.preempted and not self._in_flight:
@@ -277,10 +275,9 @@ class SimulatedVllm:
             seconds += self._idle_s
         start_s = max(now, self._free_s)
         self._free_s = end_s = start_s + seconds
-        self._busy_s += seconds
+        self._counts.busy_s += seconds
         self._in_flight.append(_StepInFlight(step, end_s))
         self._count(step, load, now)
-        self._iterations += 1
         if self._iteration_rows is not None:
             self._iteration_rows.append(self._row(step, load, start_s, end_s))
         return end_s
@@ -300,7 +297,7 @@ class SimulatedVllm:
         for name, tokens in step.tokens.items():
             if not self._decodes(step, name):
                 past = step.past[name]
-                load = load.with_chunk(tokens, one_chunk_s(beside_prompts(latency, load), past, tokens), past)
+                load = load.with_chunk(tokens, beside_prompts(latency, load).attention_s(past, tokens), past)
         return load
 
     def _decodes(self, step: VllmStep, name: str) -> bool:
@@ -308,20 +305,19 @@ class SimulatedVllm:
         return step.tokens[name] == 1 and step.past[name] >= self.scheduler.requests[name].num_prompt_tokens
 
     def _count(self, step: VllmStep, load: BatchLoad, now: float) -> None:
-        self._decoded += load.decodes
-        self._prefill += load.tokens - load.decodes
-        self._kv_read += load.decode_kv
-        self._pairs += load.decode_kv
+        counts = self._counts
+        counts.iterations += 1
+        counts.batches += 1
+        counts.decoded += load.decodes
+        counts.kv_read += load.decode_kv
+        counts.pairs += load.decode_kv
         for name, tokens in step.tokens.items():
             track = self.tracks[name]
             if track.scheduled_s is None:
                 track.scheduled_s = now
             if not self._decodes(step, name):
-                past = step.past[name]
-                self._kv_read += past + tokens
-                # Token i of a chunk attends to past + i + 1 tokens.
-                self._pairs += tokens * (past + 0.5 * (tokens + 1))
-        self._peak_blocks = max(self._peak_blocks, self.scheduler.pool.used_blocks)
+                counts.chunk(step.past[name], tokens)
+        counts.kv_peak = max(counts.kv_peak, self.used_tokens)
 
     def _end(self, track: DecodeTrack, now: float, error: str | None) -> None:
         track.ended_s, track.error = now, error
@@ -329,16 +325,5 @@ class SimulatedVllm:
 
     def use(self, until_s: float) -> ReplicaUse:
         """Return the replica's counters up to `until_s`."""
-        return ReplicaUse(
-            iterations=self._iterations,
-            batches=self._iterations,
-            busy_s=max(0.0, self._busy_s - max(0.0, self._free_s - until_s)),
-            prefill_tokens=self._prefill,
-            decode_tokens=self._decoded,
-            kv_read_tokens=self._kv_read,
-            attention_pairs=self._pairs,
-            preemptions=self._preemptions,
-            recomputed_tokens=self.scheduler.recomputed_tokens,
-            kv_peak_tokens=self._peak_blocks * self._vllm.block_size,
-            scheduling_s=self._scheduling_s,
-        )
+        self._counts.recomputed = self.scheduler.recomputed_tokens
+        return self._counts.use(max(0.0, self._free_s - until_s))
