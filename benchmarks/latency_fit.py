@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.perf.hardware import ParallelLayout, accelerator
-from headway.perf.latency.base import PrefillCache, one_chunk_s
+from headway.perf.latency.base import PrefillCache
 from headway.perf.latency.device_fit import DeviceScaling, EngineAssumptions, preferred_source
 from headway.perf.latency.fitted import fitted
 from headway.perf.latency.operators import LAYERS
@@ -404,8 +404,8 @@ def medha() -> None:
     for split in SPLITS:
         model8 = fitted("h100", "llama-3-8b", ParallelLayout(tp=8), assumptions=EngineAssumptions(split_kv=split))
         model70 = fitted("h100", "llama-3-70b", ParallelLayout(tp=8), assumptions=EngineAssumptions(split_kv=split))
-        step = 1e3 * (one_chunk_s(model8, 1_000_000, 512) + float(model8.token_s(512, 512)[0]))
-        ratio = one_chunk_s(model70, 500_000, 32) * 64 / one_chunk_s(model70, 500_000, 2048)
+        step = 1e3 * (model8.attention_s(1_000_000, 512) + float(model8.token_s(512, 512)[0]))
+        ratio = model70.attention_s(500_000, 32) * 64 / model70.attention_s(500_000, 2048)
         name = f"split KV {split}"
         print(f"{name}: 8B on 8 x H100, chunk 512 at 1M: {step:.0f} ms (paper: about 250 ms)")
         print(f"{name}: 70B attention, 32-token chunks against 2048 at 1M: {ratio:.2f}x (paper: 1.11x)")

@@ -45,12 +45,12 @@ MODULES = (
     "sim/engine",
 )
 """Files of the package that are compiled, without suffix. Together they call each other as C functions."""
-SUBCLASSED = {"CoupledLatency", "LatencyModel", "SimulatedEngine"}
+SUBCLASSED = {"CoupledLatency", "LatencyModel", "SimulatedEngine", "WrappedLatency"}
 """Compiled classes that have subclasses in interpreted modules."""
 INTERPRETED_BASES = {"msgspec.Struct", "Protocol", "NamedTuple"}
 """Classes with such bases stay interpreted: mypyc drops the options of a class statement (`frozen=True`), and
 interpreted classes inherit from protocols."""
-COMPILED_BASES = {"ABC", "LatencyModel", "PrefillState", "WaitingQueue"}
+COMPILED_BASES = {"ABC", "LatencyModel", "PrefillState", "WaitingQueue", "WrappedLatency"}
 """A compiled class inherits from compiled ones only, and from `ABC` only as source. mypyc gives heirs of interpreted
 classes a `__weakref__` that the garbage collector frees while it is in use."""
 _MYPY_SETTINGS = """[mypy]

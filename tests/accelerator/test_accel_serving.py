@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.helpers.accel_cases import study
 
 from headway.core.errors import ConfigError
-from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s, solve_tokens
+from headway.perf.latency.base import BatchLoad, load_s, solve_tokens
 from headway_research.accelerator.machine import IterationWork
 from headway_research.accelerator.service_figures import requests
 from headway_research.accelerator.serving import (
@@ -42,7 +42,7 @@ def test_batch_time_equals_the_stage_time(
     )  # fmt: skip
     load = BatchLoad(decodes, decodes, decodes * each)
     if chunk:
-        load = load.with_chunk(chunk, one_chunk_s(model, past, chunk), past)
+        load = load.with_chunk(chunk, model.attention_s(past, chunk), past)
     expected = getattr(evaluate(study(preset), work), mode).total_s
     assert load_s(model, load) == pytest.approx(expected, rel=1e-12 if preset == "paper" else 0.01)
 
@@ -52,10 +52,10 @@ def test_scalar_equals_vector_attention_and_separable_terms_bound_the_whole(pres
     model = MODELS[preset, "prefetch"]
     for past in (0, 1, 777, 50_000):
         vector = model.chunk_s(past, 0, 3000)
-        assert [one_chunk_s(model, past, c) for c in (0, 1, 100, 3000)] == pytest.approx(vector[[0, 1, 100, 3000]])
+        assert [model.attention_s(past, c) for c in (0, 1, 100, 3000)] == pytest.approx(vector[[0, 1, 100, 3000]])
         assert np.all(np.diff(vector) >= -1e-12)
     for rows in (100, 700, 2000):
-        load = BatchLoad(rows, 64, 64 * 2000).with_chunk(512, one_chunk_s(model, 900, 512), 900)
+        load = BatchLoad(rows, 64, 64 * 2000).with_chunk(512, model.attention_s(900, 512), 900)
         padded = 128 if preset == "paper" else 0
         terms = float(model.token_s(load.tokens + padded, load.tokens + padded)[0])
         assert load_s(model, load) <= terms + model.decode_s(64, 64 * 2000) + load.chunk_s + 1e-12
@@ -68,7 +68,7 @@ def test_adaptive_chunks_use_the_whole_batch_and_keep_its_time() -> None:
     for model in (packing, prefetch):
         tokens, attention_s = solve_tokens(model, load, 2000, 8192, 0.030)
         assert load_s(model, load.with_chunk(tokens, attention_s, 2000)) <= 0.030
-        over = load.with_chunk(tokens + 1, one_chunk_s(model, 2000, tokens + 1), 2000)
+        over = load.with_chunk(tokens + 1, model.attention_s(2000, tokens + 1), 2000)
         assert load_s(model, over) > 0.030
         sizes.append(tokens)
     assert sizes[1] > 1.2 * sizes[0]  # KV that is prefetched leaves its time to the chunk

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from headway.perf.hardware import ModelShape
-from headway.perf.latency.base import BatchLoad, LatencyModel, one_chunk_s, solve_tokens
+from headway.perf.latency.base import BatchLoad, LatencyModel, solve_tokens
 from headway.perf.latency.table import MachineRates, TableLatency, TableSource, roofline
 
 SHAPE = ModelShape(layers=32, hidden=4096, q_heads=32, kv_heads=8, head_dim=128, mlp=14336, vocab=128256)
@@ -47,6 +47,6 @@ def literal_prefill_s(model: LatencyModel, tokens: int, t_target_s: float, min_c
     while done < tokens:
         chunk, _ = solve_tokens(model, BatchLoad(), done, tokens - done, t_target_s)
         chunk = max(chunk, min(min_chunk, tokens - done))
-        total_s += float(model.token_s(chunk, chunk)[0]) + one_chunk_s(model, done, chunk)
+        total_s += float(model.token_s(chunk, chunk)[0]) + model.attention_s(done, chunk)
         done += chunk
     return total_s

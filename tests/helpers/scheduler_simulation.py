@@ -18,7 +18,7 @@ from headway.core.batch import Batch, DecodeGroup, RequestProgress
 from headway.core.request import Request, RequestEvent, Span
 from headway.kv.allocator import BlockTables
 from headway.kv.block_manager import BlockManager
-from headway.perf.latency.base import BatchLoad, LatencyModel, load_s, one_chunk_s
+from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.policy.iteration.budget import LEAST_GAIN, LONGEST_WAIT_S
 from headway.policy.iteration.config import SchedulerConfig
@@ -270,7 +270,7 @@ class World:
         part = batch.parts[0]
         load = BatchLoad(part.decodes.count, part.decodes.count, part.decodes.kv_sum)
         for chunk in part.prefills:
-            load = load.with_chunk(chunk.tokens, one_chunk_s(self.truth, chunk.start, chunk.tokens))
+            load = load.with_chunk(chunk.tokens, self.truth.attention_s(chunk.start, chunk.tokens))
         seconds = load_s(self.truth, load)
         assert self.learns or seconds == pytest.approx(batch.predicted_s)
         return seconds

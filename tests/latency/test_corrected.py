@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.helpers.latency_models import gpu_roofline
 
-from headway.perf.latency.base import BatchLoad, LatencyModel, decode_load, load_s, one_chunk_s
+from headway.perf.latency.base import BatchLoad, LatencyModel, decode_load, load_s
 from headway.perf.latency.corrected import CorrectedLatency
 
 Shape = tuple[int, int, int]
@@ -24,7 +24,7 @@ def random_shape(rng: random.Random) -> Shape:
 def load_of(model: LatencyModel, shape: Shape) -> BatchLoad:
     decodes, past, chunk = shape
     load = BatchLoad(decodes, decodes, decodes * 3_000)
-    return load.with_chunk(chunk, one_chunk_s(model, past, chunk)) if chunk or not decodes else load
+    return load.with_chunk(chunk, model.attention_s(past, chunk)) if chunk or not decodes else load
 
 
 def true_s(base: LatencyModel, shape: Shape, scales: tuple[float, float, float]) -> float:
@@ -144,13 +144,13 @@ def test_with_batches_in_flight_the_scale_at_scheduling_counts() -> None:
 
     def batch(model: CorrectedLatency, past: int) -> BatchLoad:
         load = decode_load(model, 8, 24_000)
-        return load.with_chunk(512, one_chunk_s(model, past, 512), past)
+        return load.with_chunk(512, model.attention_s(past, 512), past)
 
     staged, told = CorrectedLatency(gpu_roofline()), CorrectedLatency(gpu_roofline())
     pasts = [4_000 * (1 + i % 7) for i in range(60)]
     flying = [batch(staged, pasts[0]), batch(staged, pasts[1])]
     for past, following in zip(pasts, pasts[2:], strict=False):
-        base = BatchLoad(8, 8, 24_000, chunk_scale=1.0).with_chunk(512, one_chunk_s(staged.base, past, 512), past)
+        base = BatchLoad(8, 8, 24_000, chunk_scale=1.0).with_chunk(512, staged.base.attention_s(past, 512), past)
         seconds = 2.0 * load_s(staged.base, base)
         flying.append(batch(staged, following))
         staged.observe(flying.pop(0), seconds)

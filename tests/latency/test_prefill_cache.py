@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.helpers.latency_models import gpu_roofline, literal_prefill_s, table, tables
 from tests.helpers.unit_latency import Linear
 
-from headway.perf.latency.base import BatchLoad, PrefillCache, load_s, one_chunk_s
+from headway.perf.latency.base import BatchLoad, PrefillCache, load_s
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.table import TableLatency
 
@@ -53,7 +53,7 @@ def test_it_agrees_with_algorithm_3_within_2_percent(t_target_s: float, tokens: 
 
 def test_a_prompt_of_one_chunk_is_exact() -> None:
     model = gpu_roofline()
-    alone_s = load_s(model, BatchLoad().with_chunk(700, one_chunk_s(model, 0, 700)))
+    alone_s = load_s(model, BatchLoad().with_chunk(700, model.attention_s(0, 700)))
     assert PrefillCache(model, 0.05).total_s(700) == pytest.approx(alone_s)
 
 
@@ -85,8 +85,8 @@ def test_refresh_follows_a_model_that_has_learned_and_only_then() -> None:
     before = cache.total_s(50_000)
     assert not cache.refresh()
     for _ in range(60):
-        load = BatchLoad(256, 0, 0, one_chunk_s(model, 4096, 256))
-        model.observe(load, 2.0 * load_s(model.base, BatchLoad(256, 0, 0, one_chunk_s(model.base, 4096, 256))))
+        load = BatchLoad(256, 0, 0, model.attention_s(4096, 256))
+        model.observe(load, 2.0 * load_s(model.base, BatchLoad(256, 0, 0, model.base.attention_s(4096, 256))))
     assert cache.refresh()
     assert cache.total_s(50_000) > 1.5 * before
     assert not cache.refresh()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.latency_models import gpu_roofline, table, tables
 
-from headway.perf.latency.base import MAX_CHUNK, BatchLoad, LatencyModel, load_s, one_chunk_s, solve_tokens
+from headway.perf.latency.base import MAX_CHUNK, BatchLoad, LatencyModel, load_s, solve_tokens
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.table import TableLatency
 
@@ -16,7 +16,7 @@ def exhaustive(model: LatencyModel, load: BatchLoad, past: int, limit: int, budg
     """The largest chunk whose whole batch is within the budget, by trying them all."""
     best = 0
     for tokens in range(1, limit + 1):
-        if load_s(model, load.with_chunk(tokens, one_chunk_s(model, past, tokens))) <= budget_s:
+        if load_s(model, load.with_chunk(tokens, model.attention_s(past, tokens))) <= budget_s:
             best = tokens
     return best
 
@@ -37,7 +37,7 @@ def test_it_equals_exhaustive_search_on_any_table(
     budget_s = factor * (load_s(model, load) + 1e-3) + 1e-13  # off every exact sum by more than rounding
     tokens, attention_s = solve_tokens(model, load, past, limit, budget_s)
     assert tokens == exhaustive(model, load, past, limit, budget_s)
-    assert attention_s == (one_chunk_s(model, past, tokens) if tokens else 0.0)
+    assert attention_s == (model.attention_s(past, tokens) if tokens else 0.0)
 
 
 @pytest.mark.parametrize("past", [0, 1_000, 100_000, 1_000_000])
@@ -52,8 +52,8 @@ def test_it_equals_exhaustive_search_on_a_roofline(past: int, load: BatchLoad, b
 def test_the_same_holds_under_learned_scales() -> None:
     model = CorrectedLatency(gpu_roofline())
     for _ in range(30):
-        load = BatchLoad(500, 0, 0, one_chunk_s(model, 30_000, 500))
-        model.observe(load, 1.7 * load_s(model.base, BatchLoad(500, 0, 0, one_chunk_s(model.base, 30_000, 500))))
+        load = BatchLoad(500, 0, 0, model.attention_s(30_000, 500))
+        model.observe(load, 1.7 * load_s(model.base, BatchLoad(500, 0, 0, model.base.attention_s(30_000, 500))))
     assert solve_tokens(model, BatchLoad(), 30_000, 3_000, 0.02)[0] == exhaustive(
         model, BatchLoad(), 30_000, 3_000, 0.02
     )

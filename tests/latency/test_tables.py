@@ -13,7 +13,7 @@ from tests.helpers.latency_models import RATES, SHAPE, gpu_roofline, table
 
 from headway.core.errors import ConfigError
 from headway.perf.latency import table as store
-from headway.perf.latency.base import MAX_CHUNK, one_chunk_s
+from headway.perf.latency.base import MAX_CHUNK
 from headway.perf.latency.table import TableLatency, TableSource
 
 RISING = st.lists(st.tuples(st.integers(1, 500), st.floats(0, 1e-2)), min_size=2, max_size=8)
@@ -59,18 +59,18 @@ def test_a_slice_and_single_look_ups_agree_across_the_edge_of_the_table() -> Non
     chunks = range(MAX_CHUNK - 5, MAX_CHUNK + 6)
     inside, beyond = model.chunk_s(1000, chunks[0], MAX_CHUNK), model.chunk_s(1000, MAX_CHUNK + 1, chunks[-1])
     pieces = [*inside.tolist(), *beyond.tolist()]
-    assert pieces == pytest.approx([one_chunk_s(model, 1000, n) for n in chunks])
+    assert pieces == pytest.approx([model.attention_s(1000, n) for n in chunks])
     assert pieces == sorted(pieces)
 
 
 def test_beyond_the_last_chunk_attention_is_that_of_its_pieces_and_linear_in_the_past() -> None:
     model = table([(0, 0.0), (1, 0.0)], [(1, 1e-6, 1e-9), (512, 1e-3, 1e-7)], (0, 0, 0))
     for pieces in (2, 7):
-        assert one_chunk_s(model, 0, 512 * pieces) == pytest.approx(
-            sum(one_chunk_s(model, 512 * i, 512) for i in range(pieces))
+        assert model.attention_s(0, 512 * pieces) == pytest.approx(
+            sum(model.attention_s(512 * i, 512) for i in range(pieces))
         )
-    assert one_chunk_s(model, 0, 4 * MAX_CHUNK) == pytest.approx(16 * one_chunk_s(model, 0, MAX_CHUNK))
-    assert one_chunk_s(model, 2_000_000, 512) - one_chunk_s(model, 1_000_000, 512) == pytest.approx(0.1)
+    assert model.attention_s(0, 4 * MAX_CHUNK) == pytest.approx(16 * model.attention_s(0, MAX_CHUNK))
+    assert model.attention_s(2_000_000, 512) - model.attention_s(1_000_000, 512) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_the_roofline_is_the_larger_of_traffic_and_arithmetic() -> None:
     assert model.token_s(8192, 8192)[0] == pytest.approx(RATES.fixed_s + SHAPE.linear_flops(8192) / RATES.linear_flops)
     assert model.token_s(0, 0)[0] == pytest.approx(RATES.fixed_s)
     # one row over a long past reads KV; many rows compute
-    assert one_chunk_s(model, 10**6, 1) >= SHAPE.kv_bytes_per_token * 10**6 / RATES.bandwidth * 0.999
+    assert model.attention_s(10**6, 1) >= SHAPE.kv_bytes_per_token * 10**6 / RATES.bandwidth * 0.999
     compute_s = SHAPE.attention_flops(2048, 10**6) / RATES.attention_flops
-    assert one_chunk_s(model, 10**6, 2048) == pytest.approx(compute_s)
+    assert model.attention_s(10**6, 2048) == pytest.approx(compute_s)
 
 
 def test_saved_profile_loads_unchanged(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.batch import Chunk, DecodeGroup, GroupBatch
-from headway.perf.hardware import ParallelLayout
-from headway.perf.latency.base import BatchLoad, LatencyModel, beside_prompts, one_chunk_s, solve_tokens
+from headway.perf.hardware import ParallelLayout, accelerator, model
+from headway.perf.latency.base import BatchLoad, LatencyModel, beside_prompts, solve_tokens
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.fitted import fitted
 from headway.perf.latency.groups import part_load
@@ -56,7 +56,7 @@ def batch_of(model: LatencyModel, chunks: Sequence[tuple[int, int]]) -> BatchLoa
 
 def test_a_batch_of_prompts_takes_less_than_their_sum() -> None:
     chunks = [(256, 0)] * 8
-    alone_s = one_chunk_s(llama(), 0, 256)
+    alone_s = llama().attention_s(0, 256)
     assert alone_s < batch_of(llama(), chunks).chunk_s < 4 * alone_s
     assert batch_of(llama(), chunks[:1]).chunk_s == alone_s
 
@@ -68,6 +68,17 @@ def test_a_corrected_model_batches_as_its_base_does_times_its_scale() -> None:
     assert batch_of(corrected, chunks).chunk_s == pytest.approx(2 * batch_of(llama(), chunks).chunk_s)
 
 
+@pytest.mark.parametrize("device", ["a100-80gb", "h100-80gb", "h200-141gb", "b200-180gb", "l40s-48gb"])
+def test_no_further_prompt_reads_its_history_faster_than_the_device_can(device: str) -> None:
+    shape, spec = model("llama-3-8b"), accelerator(device)
+    further = beside_prompts(fitted(device, "llama-3-8b"), BatchLoad(256, 0, 0, 0.01))
+    for past in (4096, 12_416, 131_072, 1_000_000):
+        for chunk in (1, 64, 512, 4096):
+            read_s = past * shape.kv_bytes_per_token / spec.bandwidth
+            compute_s = shape.attention_flops(chunk, past) / spec.flops
+            assert further.attention_s(past, chunk) > max(read_s, compute_s)
+
+
 @given(st.integers(0, 100_000), st.integers(1, 4096), st.floats(0.0, 0.2), st.lists(st.integers(1, 2048), max_size=3))
 @settings(max_examples=60, deadline=None)
 def test_the_largest_chunk_beside_other_prompts_is_found_exactly(
@@ -75,9 +86,9 @@ def test_the_largest_chunk_beside_other_prompts_is_found_exactly(
 ) -> None:
     base = llama()
     load = batch_of(base, [(tokens, 0) for tokens in others])
-    model = beside_prompts(base, load)
-    tokens, _ = solve_tokens(model, load, past, limit, budget_s)
+    further = beside_prompts(base, load)
+    tokens, _ = solve_tokens(further, load, past, limit, budget_s)
     sizes = np.arange(1, limit + 1)
-    whole_s = base.token_s(load.tokens + 1, load.tokens + limit) + model.chunk_s(past, 1, limit) + load.chunk_s
+    whole_s = base.token_s(load.tokens + 1, load.tokens + limit) + further.chunk_s(past, 1, limit) + load.chunk_s
     fits = sizes[whole_s <= budget_s + 1e-12]
     assert tokens == (int(fits[-1]) if fits.size else 0)

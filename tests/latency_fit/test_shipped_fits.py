@@ -16,7 +16,6 @@ from benchmarks.latency_fit import families, files, unseen_devices, unseen_heads
 from headway.core.errors import ConfigError
 from headway.perf.hardware import ACCELERATORS, MODELS, ParallelLayout, from_hf_config
 from headway.perf.latency import device_fit
-from headway.perf.latency.base import one_chunk_s
 from headway.perf.latency.device_fit import EngineAssumptions
 from headway.perf.latency.fitted import fit_for, fitted, shipped, shipped_fit
 from headway.perf.latency.table import TableLatency
@@ -57,7 +56,7 @@ def test_every_device_has_a_latency_model(device: str) -> None:
         assert seconds[8192] > seconds[512] > seconds[0]
         # Eight L40S reduce 8 MB in 8 ms over PCIe: 1.4 s for 512 rows of 70B.
         assert 1e-4 < float(seconds[512]) < 2.0, "seconds, not milliseconds"
-        assert one_chunk_s(latency, 1_000_000, 512) > one_chunk_s(latency, 10_000, 512) > one_chunk_s(latency, 0, 512)
+        assert latency.attention_s(1_000_000, 512) > latency.attention_s(10_000, 512) > latency.attention_s(0, 512)
         # Elementwise operators of newer dies are the H100's, scaled.
         profiled = ACCELERATORS[device].kernels in ("a100-80gb", "h100-80gb") and device != "a100-40gb"
         if not profiled:
@@ -102,7 +101,7 @@ def test_more_bandwidth_makes_decodes_faster() -> None:
         assert own.source.details["families"]["elementwise"].startswith("derived: another die's")
     h20 = fitted("h20-96gb", "llama-3-8b")
     assert h20.decode_s(1, 16) == pytest.approx(h100.decode_s(1, 16), rel=0.02)
-    assert one_chunk_s(h20, 0, 1) == pytest.approx(one_chunk_s(h100, 0, 1), rel=1e-6)
+    assert h20.attention_s(0, 1) == pytest.approx(h100.attention_s(0, 1), rel=1e-6)
     assert "h100-80gb scaled" in h20.source.details["families"]["decode"]
     assert float(h200.token_s(1, 1)[0]) < float(h100.token_s(1, 1)[0])
     assert float(h200.token_s(4096, 4096)[0]) == pytest.approx(float(h100.token_s(4096, 4096)[0]), rel=0.07), (

@@ -9,7 +9,7 @@ from tests.helpers.random_worlds import random_world
 from tests.helpers.unit_latency import Linear, small_machine
 
 from headway.core.request import BACKGROUND_PRIORITY, Request, Slo
-from headway.perf.latency.base import decode_load, load_s, one_chunk_s
+from headway.perf.latency.base import decode_load, load_s
 from headway.policy.iteration.budget import BACKGROUND_WAIT_S
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
@@ -261,6 +261,6 @@ def test_background_iterations_are_longer_where_arrivals_are_rare_or_the_context
     assert seconds(0.0) <= 0.01
     # no other request has come for so long
     assert 0.03 < seconds(2.0) <= 0.04
-    one_token_s = small_machine().rows_s(1) + one_chunk_s(small_machine(), 900_000, 1)
+    one_token_s = small_machine().rows_s(1) + small_machine().attention_s(900_000, 1)
     assert one_token_s > 0.01
     assert one_token_s < seconds(0.0, 900_000) <= 2.0 * one_token_s

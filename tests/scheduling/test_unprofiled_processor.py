@@ -8,7 +8,7 @@ from tests.helpers.policy_alone import CountedPool
 
 from headway.core.request import Request
 from headway.perf.hardware import ModelShape
-from headway.perf.latency.base import LatencyModel, decode_load, load_s, one_chunk_s
+from headway.perf.latency.base import LatencyModel, decode_load, load_s
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.table import MachineRates, TableLatency, TableSource, roofline
 from headway.policy.iteration.config import SchedulerConfig
@@ -56,7 +56,7 @@ def test_a_document_takes_less_than_twice_its_time_alone_beside_decodes(slowness
         load, done = decode_load(true, running, running * 300), 0
         for name, tokens in ((quota.request, quota.tokens) for quota in decision.quotas):
             past = policy.holders[name].scheduled
-            load = load.with_chunk(tokens, one_chunk_s(true, past, tokens), past)
+            load = load.with_chunk(tokens, true.attention_s(past, tokens), past)
             policy.moved(name, past + tokens)
             if name == "document":
                 done = past + tokens
@@ -77,5 +77,5 @@ def test_a_document_takes_less_than_twice_its_time_alone_beside_decodes(slowness
     began_s, done = now, 0
     while done < DOCUMENT - 1:
         done = max(done, step())
-    alone_s = sum(true.rows_s(2048) + one_chunk_s(true, past, 2048) for past in range(0, DOCUMENT, 2048))
+    alone_s = sum(true.rows_s(2048) + true.attention_s(past, 2048) for past in range(0, DOCUMENT, 2048))
     assert now - began_s < 2 * alone_s

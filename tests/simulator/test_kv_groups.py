@@ -14,7 +14,6 @@ from headway.core.errors import ConfigError
 from headway.core.request import Request, Span
 from headway.kv.block_manager import BlockManager
 from headway.perf.hardware import ParallelLayout, accelerator, model
-from headway.perf.latency.base import one_chunk_s
 from headway.perf.latency.corrected import describe
 from headway.perf.latency.groups import ShardedModel, ShardExchangeCost, WithExchange, between_groups
 from headway.policy.iteration.config import SchedulerConfig
@@ -162,10 +161,10 @@ def test_exchange_of_a_layout() -> None:
     )
     assert (ShardExchangeCost(1.0, 2.0).seconds(0), ShardExchangeCost(1.0, 2.0).seconds(3)) == (0.0, 7.0)
     machine = small_machine()
-    assert one_chunk_s(WithExchange(machine, 1e-3), 100, 7) == one_chunk_s(machine, 100, 7) + 7e-3
+    assert WithExchange(machine, 1e-3).attention_s(100, 7) == machine.attention_s(100, 7) + 7e-3
     assert WithExchange(machine, 1e-3).decode_s(3, 40) == machine.decode_s(3, 40)
-    assert one_chunk_s(ShardedModel(machine, 50), 100, 7) == one_chunk_s(machine, 50, 7)
-    assert one_chunk_s(ShardedModel(machine, 50), 10, 7) == one_chunk_s(machine, 10, 7)
+    assert ShardedModel(machine, 50).attention_s(100, 7) == machine.attention_s(50, 7)
+    assert ShardedModel(machine, 50).attention_s(10, 7) == machine.attention_s(10, 7)
 
 
 def recorded() -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from headway.core.errors import ConfigError
 from headway.core.request import BACKGROUND_PRIORITY, SamplingParams
 from headway.kv.block_manager import BlockManager
 from headway.perf.latency import table
-from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s
+from headway.perf.latency.base import BatchLoad, load_s
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.table import TableLatency
 from headway.policy.iteration.config import SchedulerConfig
@@ -63,7 +63,7 @@ class Machine:
         names = [*part.decodes.members, *(chunk.request for chunk in part.prefills if chunk.last)]
         load = BatchLoad(part.decodes.count, part.decodes.count, part.decodes.kv_sum)
         for chunk in part.prefills:
-            load = load.with_chunk(chunk.tokens, one_chunk_s(TRUTH, chunk.start, chunk.tokens))
+            load = load.with_chunk(chunk.tokens, TRUTH.attention_s(chunk.start, chunk.tokens))
         elapsed_s = load_s(TRUTH, load) * self.rng.uniform(1.2 - self.spread, 1.2 + self.spread)
         self.clock.advance(elapsed_s)
         self.done.append(

@@ -10,7 +10,7 @@ from tests.helpers.simulator_worlds import how, instance, requests
 from tests.helpers.unit_latency import small_machine
 
 from headway.perf.hardware import ParallelLayout, accelerator, model
-from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s
+from headway.perf.latency.base import BatchLoad, load_s
 from headway.perf.latency.fitted import fitted
 from headway.policy.iteration.config import Mode, SchedulerConfig  # type: ignore[attr-defined]
 from headway.policy.iteration.medha import MedhaConfig
@@ -70,8 +70,8 @@ def test_a_request_that_can_never_fit_is_refused_and_counted() -> None:
 
 def test_one_request_takes_the_predicted_time() -> None:
     result = simulate(spec(), [TraceRequest(1.0, 150, 3)])
-    first = load_s(MACHINE, BatchLoad(100, 0, 0, one_chunk_s(MACHINE, 0, 100)))
-    second = load_s(MACHINE, BatchLoad(50, 0, 0, one_chunk_s(MACHINE, 100, 50)))
+    first = load_s(MACHINE, BatchLoad(100, 0, 0, MACHINE.attention_s(0, 100)))
+    second = load_s(MACHINE, BatchLoad(50, 0, 0, MACHINE.attention_s(100, 50)))
     decodes = [load_s(MACHINE, BatchLoad(1, 1, kv)) for kv in (151, 152)]
     (record,) = result.records
     assert record.scheduled_s == 1.0
@@ -82,7 +82,7 @@ def test_one_request_takes_the_predicted_time() -> None:
 
 
 def chunk_s(start: int, tokens: int) -> float:
-    return load_s(MACHINE, BatchLoad(tokens, 0, 0, one_chunk_s(MACHINE, start, tokens)))
+    return load_s(MACHINE, BatchLoad(tokens, 0, 0, MACHINE.attention_s(start, tokens)))
 
 
 def test_stream_overlaps_chunks_and_microbatch_waits_for_each() -> None:

@@ -7,7 +7,7 @@ from itertools import pairwise, product
 import pytest
 from tests.helpers.unit_latency import small_machine
 
-from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s
+from headway.perf.latency.base import BatchLoad, load_s
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.policy.hosted.report import PrefillReport
 from headway.policy.iteration.config import SchedulerConfig
@@ -20,8 +20,8 @@ def test_reported_times_grow_with_the_prompt_and_follow_what_is_learned() -> Non
     assert [tokens for tokens, _ in before] == [64, 256, 1024, 4096]
     assert all(0 < short < long for (_, short), (_, long) in pairwise(before))
     for _, past, tokens in product(range(5), range(0, 64_000, 4000), (16, 64, 512, 2048)):
-        load = BatchLoad().with_chunk(tokens, one_chunk_s(latency, past, tokens), past)
-        alone = BatchLoad().with_chunk(tokens, one_chunk_s(small_machine(), past, tokens), past)
+        load = BatchLoad().with_chunk(tokens, latency.attention_s(past, tokens), past)
+        alone = BatchLoad().with_chunk(tokens, small_machine().attention_s(past, tokens), past)
         latency.observe(load, 3 * load_s(small_machine(), alone))
     for (_, old), (_, new) in zip(before, report.points(), strict=True):
         assert new == pytest.approx(3 * old, rel=0.08)

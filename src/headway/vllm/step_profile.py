@@ -19,7 +19,7 @@ import msgspec
 
 from headway.core.errors import ConfigError
 from headway.perf.latency import table
-from headway.perf.latency.base import LatencyModel, one_chunk_s
+from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.table import ServingOverhead, StepSample, TableLatency, median_error, step_table
 
 CHUNKS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
@@ -157,7 +157,7 @@ class StepProbe:
 
     def overhead(self, latency: LatencyModel) -> ServingOverhead:
         """Return what serving adds to the steps of this table. Requests' way over HTTP is not measured here."""
-        predicted = [(latency.rows_s(size) + one_chunk_s(latency, 0, size), seconds) for size, seconds in self.woken]
+        predicted = [(latency.rows_s(size) + latency.attention_s(0, size), seconds) for size, seconds in self.woken]
         # By itself: no time between steps is in a step's, which `of` would take off.
         idle_s = ServingOverhead.of((), [took - said for said, took in predicted], ()).idle_s
         return msgspec.structs.replace(ServingOverhead.of((), (), self.between), idle_s=idle_s)

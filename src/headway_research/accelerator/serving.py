@@ -22,7 +22,7 @@ import numpy as np
 
 from headway.core.errors import ConfigError
 from headway.perf.hardware import ModelShape
-from headway.perf.latency.base import MAX_CHUNK, BatchLoad, CoupledLatency, Seconds, load_s, one_chunk_s
+from headway.perf.latency.base import MAX_CHUNK, BatchLoad, CoupledLatency, Seconds, load_s
 from headway.perf.utilisation import UtilisationBase
 from headway.policy.iteration.chunking_strategies import make_chunking
 from headway.policy.iteration.config import SchedulerConfig
@@ -349,7 +349,7 @@ def expected_qps(spec: InstanceSpec, requests: Sequence[TraceRequest]) -> float:
         load = BatchLoad(decodes, decodes, int(min(decodes * held, spec.kv_tokens)))
         rows = max(budget - decodes, 1)
         past = int(prompt / 2)
-        load = load.with_chunk(rows, one_chunk_s(spec.latency, past, rows), past)
+        load = load.with_chunk(rows, spec.latency.attention_s(past, rows), past)
         seconds = load_s(spec.latency, load)
         qps = rows / seconds / prompt
         wanted = min(qps * output * seconds, config.max_num_seqs, spec.kv_tokens / held)

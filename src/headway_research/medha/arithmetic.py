@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from headway.perf.hardware import AcceleratorSpec, ModelShape, ParallelLayout, RankShape, accelerator, model, rank_shape
-from headway.perf.latency.base import BatchLoad, Seconds, one_chunk_s, solve_tokens
+from headway.perf.latency.base import BatchLoad, Seconds, solve_tokens
 from headway.perf.latency.device_fit import EngineAssumptions
 from headway.perf.latency.fitted import fitted_source
 from headway.perf.latency.table import TableLatency, TableSource
@@ -82,7 +82,7 @@ class InstanceModel:
         seconds = self.latency.rows_s(rows)
         # attention of the chunk over its history; linear layers are in `rows_s`
         if tokens:
-            seconds += one_chunk_s(self.latency, round(past / groups), tokens)
+            seconds += self.latency.attention_s(round(past / groups), tokens)
         if decodes:
             seconds += self.latency.decode_s(decodes, decode_kv // groups)
         return seconds + self.merge_s(rows, groups)

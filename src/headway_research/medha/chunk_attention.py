@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.perf.latency.base import one_chunk_s
 from headway.sim.report.page import ReportChart
 from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, RunOptions
 from headway_research.medha.arithmetic import InstanceModel, latency_source, machine
@@ -27,7 +26,7 @@ def attention_s(m: InstanceModel, chunk: int, prompt: int = PROMPT) -> float:
     starts = np.arange(0, prompt, chunk)
     # 200 chunks are computed, the others interpolated: a chunk's attention is close to linear in its history
     at = np.unique(np.linspace(0, starts.size - 1, 200).astype(int)) * chunk
-    seconds = np.array([one_chunk_s(m.latency, int(past), chunk) for past in at])
+    seconds = np.array([m.latency.attention_s(int(past), chunk) for past in at])
     return float(np.interp(starts, at, seconds).sum())
 
 

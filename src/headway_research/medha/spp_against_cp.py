@@ -11,7 +11,7 @@ In paper mode attention runs at FlashAttention-2's rate on both sides, the kerne
 
 from __future__ import annotations
 
-from headway.perf.latency.base import MAX_CHUNK, one_chunk_s
+from headway.perf.latency.base import MAX_CHUNK
 from headway.perf.latency.groups import ring_share
 from headway.sim.report.page import ReportChart
 from headway_research.base import ClaimRow, ExperimentReport, Mode, RunOptions
@@ -37,7 +37,7 @@ def striped_s(nodes: int, mode: Mode, members_per_node: int = 8) -> float:
     rows = m.latency.rows_s(MAX_CHUNK) * mine / MAX_CHUNK
     # attention of the whole prompt in the largest chunks: a triangle of own parts and histories
     chunks = PROMPT / MAX_CHUNK
-    own, over = one_chunk_s(m.latency, 0, MAX_CHUNK), one_chunk_s(m.latency, PROMPT // 2, MAX_CHUNK)
+    own, over = m.latency.attention_s(0, MAX_CHUNK), m.latency.attention_s(PROMPT // 2, MAX_CHUNK)
     whole = (chunks * own + chunks * (over - own) * (PROMPT - MAX_CHUNK) / PROMPT) / ring_share(ring)
     layers = m.shape.layers
     # Keys and values that a GPU passes on: all heads of its own tokens, or one rank's heads of its node's tokens.

@@ -19,7 +19,7 @@ pytest.importorskip("vllm.config", reason="vLLM is not in this environment: make
 from tests.vllm.contract.virtual_engine import BLOCK, VirtualEngine, model_config
 
 import headway.vllm.scheduler as plugin
-from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds, decode_load, load_s, one_chunk_s
+from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds, decode_load, load_s
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.policy.hosted.settings import TRUST_PROFILE, VllmSettings
 from headway.policy.iteration.config import SchedulerConfig
@@ -207,7 +207,7 @@ class ReplayedEngine(VirtualEngine):
         load: BatchLoad = decode_load(self.latency, len(decodes), sum(decodes))
         for past, tokens, decode in rows:
             if not decode:
-                load = load.with_chunk(tokens, one_chunk_s(self.latency, past, tokens), past)
+                load = load.with_chunk(tokens, self.latency.attention_s(past, tokens), past)
         self._seconds[id(output)] = load_s(self.latency, load)
 
     def _cost_s(self, output: Any) -> float:

@@ -169,11 +169,6 @@ def decodes_s(model: LatencyModel, load: BatchLoad) -> float:
     return model.decode_s(load.decodes, load.decode_kv) if load.decodes else 0.0
 
 
-def one_chunk_s(model: LatencyModel, past: int, tokens: int) -> float:
-    """Return the attention seconds of one chunk of `tokens` over `past` cached tokens."""
-    return model.attention_s(past, tokens)
-
-
 def solve_tokens(
     model: LatencyModel, load: BatchLoad, past: int, limit: int, budget_s: float, decode_s: float | None = None
 ) -> tuple[int, float]:
@@ -254,7 +249,7 @@ def _halve(model: LatencyModel, load: BatchLoad, past: int, limit: int, budget_s
     """Return `solve_tokens` of a coupled model by bisection: its time is non-decreasing in the chunk's tokens."""
 
     def fits(tokens: int) -> bool:
-        return load_s(model, load.with_chunk(tokens, one_chunk_s(model, past, tokens), past)) <= budget_s
+        return load_s(model, load.with_chunk(tokens, model.attention_s(past, tokens), past)) <= budget_s
 
     # Invariant: `low` fits (or is 0), `high` does not (or is limit + 1).
     low, high = 0, limit + 1
@@ -264,41 +259,38 @@ def _halve(model: LatencyModel, load: BatchLoad, past: int, limit: int, budget_s
         middle = (low + high) // 2
     if not low:
         return 0, 0.0
-    return low, one_chunk_s(model, past, low)
+    return low, model.attention_s(past, low)
 
 
-class FurtherPrompts(LatencyModel):
-    """View of a model in which every chunk is a further one of its batch."""
+class WrappedLatency(LatencyModel):
+    """Model that answers as `base` does. Its heirs change some of the terms, and the floors of those."""
 
-    def __init__(self, model: LatencyModel, share: Seconds) -> None:
-        """share: by chunk tokens from 0 on, non-decreasing (the floors need it); the last holds for longer ones."""
-        self.model, self.share = model, share
-        self._last = share.size - 1
+    def __init__(self, base: LatencyModel) -> None:
+        self.base = base
 
     def token_s(self, first: int, last: int) -> Seconds:
-        return self.model.token_s(first, last)
+        return self.base.token_s(first, last)
 
     def rows_s(self, rows: int) -> float:
-        return self.model.rows_s(rows)
+        return self.base.rows_s(rows)
 
     def least_rows_s(self, rows: int) -> float:
-        return self.model.least_rows_s(rows)
+        return self.base.least_rows_s(rows)
 
     def chunk_s(self, past: int, first: int, last: int) -> Seconds:
-        share = self.share[np.minimum(np.arange(first, last + 1), self._last)]
-        return np.asarray(self.model.chunk_s(past, first, last) * share, dtype=np.float64)
+        return self.base.chunk_s(past, first, last)
 
     def attention_s(self, past: int, tokens: int) -> float:
-        return self.model.attention_s(past, tokens) * float(self.share[min(tokens, self._last)])
+        return self.base.attention_s(past, tokens)
 
     def least_attention_s(self, past: int, tokens: int) -> float:
-        return self.model.least_attention_s(past, tokens) * float(self.share[min(tokens, self._last)])
+        return self.base.least_attention_s(past, tokens)
 
     def decode_s(self, decodes: int, kv_sum: int) -> float:
-        return self.model.decode_s(decodes, kv_sum)
+        return self.base.decode_s(decodes, kv_sum)
 
     def observe(self, load: BatchLoad, measured_s: float) -> None:
-        self.model.observe(load, measured_s)
+        self.base.observe(load, measured_s)
 
 
 # Isolated prefill time by prompt length: Medha's Algorithm 3.
@@ -384,14 +376,14 @@ class PrefillCache:
         return True
 
     def _probe(self) -> tuple[float, float]:
-        return self._model.rows_s(64), one_chunk_s(self._model, 4096, 64)
+        return self._model.rows_s(64), self._model.attention_s(4096, 64)
 
     def _chunk(self, past: int) -> tuple[int, float]:
         """Return the chunk that a lone prefill takes over `past` tokens, and the iteration's seconds."""
         chunk, attention = solve_tokens(self._model, BatchLoad(), past, self._max_chunk, self._t_target_s)
         if chunk < self._min_chunk:
             chunk = self._min_chunk
-            attention = one_chunk_s(self._model, past, chunk)
+            attention = self._model.attention_s(past, chunk)
         return chunk, self._model.rows_s(chunk) + attention
 
     def _extend(self) -> None:

@@ -19,8 +19,8 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from headway.core.errors import ConfigError
-from headway.perf.latency.base import BatchLoad, FurtherPrompts, LatencyModel, Seconds
-from headway.perf.latency.table import TableLatency, TableSource
+from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds
+from headway.perf.latency.table import FurtherPrompts, TableLatency, TableSource
 
 # Weight of an observation after each further one: a memory of about 200 iterations.
 _FORGET = 0.995
@@ -130,7 +130,9 @@ class CorrectedLatency(LatencyModel):
 
     def further_prompts(self) -> LatencyModel:
         further = self.base.further_prompts()
-        return FurtherPrompts(self, further.share) if isinstance(further, FurtherPrompts) else self
+        if not isinstance(further, FurtherPrompts):
+            return self
+        return FurtherPrompts(self, further.share, further.history, self._k_chunk)
 
     def decode_s(self, decodes: int, kv_sum: int) -> float:
         return self.base.decode_s(decodes, kv_sum) * self._k_decode

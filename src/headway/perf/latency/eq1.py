@@ -19,7 +19,7 @@ import numpy as np
 from headway.core.errors import ConfigError
 from headway.core.files import read_input
 from headway.core.request import Strategy
-from headway.perf.latency.groups import GroupLatency, GroupShape
+from headway.perf.latency.groups import GroupLatency, GroupShape, largest
 
 SCHEMA = "headway.eq1/1"
 Values = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
@@ -95,8 +95,6 @@ class Eq1Latency:
         if found is not None:
             return max(0, int(found.solve(past, budget_s)))
         # Interpolated sizes have no closed form.
-        from headway.perf.latency.groups import largest
-
         return largest(lambda tokens: self.prefill_s(past, tokens, group), budget_s)
 
     def _between(self, sp: int) -> tuple[int, int, float]:

@@ -23,7 +23,7 @@ per doubling of the ring, as measured on eight A100 (`perf.latency.groups`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -31,8 +31,8 @@ import msgspec
 from headway.core.errors import ConfigError
 from headway.core.request import Strategy
 from headway.perf.hardware import AcceleratorSpec, ModelShape, NetworkLink, causal_pairs, matmul_flops
-from headway.perf.latency.base import LatencyModel, one_chunk_s
-from headway.perf.latency.groups import RING_LOSS, GroupLatency, GroupShape, ring_share
+from headway.perf.latency.base import LatencyModel
+from headway.perf.latency.groups import RING_LOSS, GroupLatency, GroupShape, largest, ring_share
 
 Form = Literal["megatron", "ulysses"]
 FORMS: tuple[Form, Form] = ("megatron", "ulysses")
@@ -276,7 +276,7 @@ class FastSpLatency:
 
     def solve_tokens(self, past: int, budget_s: float, group: GroupShape) -> int:
         """See GroupLatency."""
-        return most_tokens(lambda tokens: self.prefill_s(past, tokens, group) <= budget_s)
+        return largest(lambda tokens: self.prefill_s(past, tokens, group), budget_s)
 
     def _whole_s(self, tokens: int, group: GroupShape) -> float:
         key = (tokens, group)
@@ -302,7 +302,7 @@ def measured_rates(
 
     No share is lost to the ring: published losses are of GPU kernels."""
     linear_s = instance.rows_s(RATED_ROWS)
-    pairs_s = max(one_chunk_s(instance, 0, RATED_ROWS), 1e-12)
+    pairs_s = max(instance.attention_s(0, RATED_ROWS), 1e-12)
     weights = shape.layers * shape.layer_parameters
     return SpRates(
         linear_flops=matmul_flops(RATED_ROWS, weights) / tp / linear_s,
@@ -320,13 +320,3 @@ def forms(strategy: Strategy) -> tuple[Form, Form]:
         "ulysses" if strategy.attn == "ulysses" else "megatron",
         "ulysses" if strategy.mlp == "ulysses" else "megatron",
     )
-
-
-def most_tokens(fits: Callable[[int], bool], limit: int = 1 << 24) -> int:
-    """Return the largest number of tokens up to `limit` that `fits`, a monotone predicate; 0 when none does."""
-    # Invariant: `low` fits (or is 0), `high` does not (or is limit + 1).
-    low, high = 0, limit + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low

@@ -15,7 +15,15 @@ import numpy as np
 from headway.core.batch import GroupBatch
 from headway.core.request import Strategy, cut
 from headway.perf.hardware import AcceleratorSpec, ModelShape, NetworkLink, ParallelLayout, rank_shape
-from headway.perf.latency.base import MAX_CHUNK, BatchLoad, LatencyModel, Seconds, beside_prompts, load_s, one_chunk_s
+from headway.perf.latency.base import (
+    MAX_CHUNK,
+    BatchLoad,
+    LatencyModel,
+    Seconds,
+    WrappedLatency,
+    beside_prompts,
+    load_s,
+)
 from headway.perf.latency.table import TableSource
 
 LOCAL = Strategy()
@@ -109,7 +117,7 @@ class RingLatency:
         # Beyond the range that models tabulate, rows scale linearly.
         rows = min(mine, 2 * MAX_CHUNK)
         rows_s = self._instance.rows_s(rows) * (mine / rows)
-        attention_s = one_chunk_s(self._instance, past, tokens) / group.sp
+        attention_s = self._instance.attention_s(past, tokens) / group.sp
         if group.strategy.attn == "contiguous" and group.sp > 1:
             attention_s *= _imbalance(past, tokens, group.sp)
         if group.sp == 1:
@@ -133,15 +141,10 @@ def _imbalance(past: int, tokens: int, sp: int) -> float:
     return (past + tokens - mine / 2) / (past + tokens / 2)
 
 
-def largest(seconds: object, budget_s: float, limit: int = 1 << 24) -> int:
-    """Return the most tokens within a budget (0 when one token exceeds it); `seconds` must not fall with tokens."""
-    assert callable(seconds)
-    if seconds(1) > budget_s:
-        return 0
-    # Double until `high` is over the budget, then bisect; `low` always fits.
-    low, high = 1, 2
-    while high < limit and seconds(high) <= budget_s:
-        low, high = high, 2 * high
+def largest(seconds: Callable[[int], float], budget_s: float) -> int:
+    """Return the most tokens, up to 2^24, within a budget (0: none); `seconds` must not fall with tokens."""
+    # Invariant: `low` fits (or is 0), `high` does not (or is the limit).
+    low, high = 0, (1 << 24) + 1
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if seconds(middle) <= budget_s else (low, middle)
@@ -260,29 +263,7 @@ def exchange_of(source: TableSource) -> ShardExchangeCost:
     return ShardExchangeCost(*(source.exchange or ()))
 
 
-class _ChangedAttention(LatencyModel):
-    """Model that differs from `base` only in the attention of chunks."""
-
-    def __init__(self, base: LatencyModel) -> None:
-        self.base = base
-
-    def token_s(self, first: int, last: int) -> Seconds:
-        return self.base.token_s(first, last)
-
-    def rows_s(self, rows: int) -> float:
-        return self.base.rows_s(rows)
-
-    def least_rows_s(self, rows: int) -> float:
-        return self.base.least_rows_s(rows)
-
-    def decode_s(self, decodes: int, kv_sum: int) -> float:
-        return self.base.decode_s(decodes, kv_sum)
-
-    def observe(self, load: BatchLoad, measured_s: float) -> None:
-        self.base.observe(load, measured_s)
-
-
-class WithExchange(_ChangedAttention):
+class WithExchange(WrappedLatency):
     """Model whose chunks also pay `row_s` per row, to size chunks of a request with shards in other groups."""
 
     def __init__(self, base: LatencyModel, row_s: float) -> None:
@@ -300,7 +281,7 @@ class WithExchange(_ChangedAttention):
         return self.base.least_attention_s(past, tokens) + self.row_s * tokens
 
 
-class ShardedModel(_ChangedAttention):
+class ShardedModel(WrappedLatency):
     """Model of a request whose KV is sharded over groups: no group reads more than `limit` cached tokens of it."""
 
     def __init__(self, base: LatencyModel, limit: int) -> None:
@@ -361,7 +342,7 @@ FREE = ShardExchangeCost()
 def assist_s(model: LatencyModel, tokens: int, rows: int) -> float:
     """Return the attention seconds of `rows` rows over a shard of `tokens` cached tokens."""
     # A chunk over the shard, less the chunk's attention within itself.
-    return max(0.0, one_chunk_s(model, tokens, rows) - one_chunk_s(model, 0, rows))
+    return max(0.0, model.attention_s(tokens, rows) - model.attention_s(0, rows))
 
 
 def part_load(model: LatencyModel, part: GroupBatch) -> BatchLoad:
@@ -372,7 +353,7 @@ def part_load(model: LatencyModel, part: GroupBatch) -> BatchLoad:
     for chunk in part.prefills:
         # Cached tokens in this group only: those before `base` lie in other groups.
         past = chunk.start - chunk.base
-        load = load.with_chunk(chunk.tokens, one_chunk_s(beside_prompts(model, load), past, chunk.tokens), past)
+        load = load.with_chunk(chunk.tokens, beside_prompts(model, load).attention_s(past, chunk.tokens), past)
     return load
 
 

@@ -28,9 +28,9 @@ from headway.perf.latency.base import (
     MAX_CHUNK,
     BatchLoad,
     FloorTable,
-    FurtherPrompts,
     LatencyModel,
     Seconds,
+    WrappedLatency,
     decode_load,
     load_s,
 )
@@ -193,33 +193,26 @@ NO_OVERHEAD = ServingOverhead()
 """Nothing is added."""
 
 
-class HostedLatency(LatencyModel):
-    """A latency model whose iterations also take the engine's own time (`host_s` each)."""
+class HostedLatency(WrappedLatency):
+    """A latency model whose iterations also take the engine's own time (`host_s` each). It stands for reality, so that
+    it does not learn."""
 
-    def __init__(self, table: LatencyModel, host_s: float) -> None:
-        self.table, self.host_s = table, host_s
+    def __init__(self, base: LatencyModel, host_s: float) -> None:
+        super().__init__(base)
+        self.host_s = host_s
 
     def token_s(self, first: int, last: int) -> Seconds:
-        return np.asarray(self.table.token_s(first, last) + self.host_s, dtype=np.float64)
+        return np.asarray(self.base.token_s(first, last) + self.host_s, dtype=np.float64)
 
     def rows_s(self, rows: int) -> float:
-        return self.table.rows_s(rows) + self.host_s
-
-    def chunk_s(self, past: int, first: int, last: int) -> Seconds:
-        return self.table.chunk_s(past, first, last)
-
-    def attention_s(self, past: int, tokens: int) -> float:
-        return self.table.attention_s(past, tokens)
-
-    def decode_s(self, decodes: int, kv_sum: int) -> float:
-        return self.table.decode_s(decodes, kv_sum)
+        return self.base.rows_s(rows) + self.host_s
 
     def further_prompts(self) -> LatencyModel:
-        further = self.table.further_prompts()
-        return FurtherPrompts(self, further.share) if isinstance(further, FurtherPrompts) else self
+        further = self.base.further_prompts()
+        return further if further is self.base else HostedLatency(further, self.host_s)
 
     def observe(self, load: BatchLoad, measured_s: float) -> None:
-        """Ignore measurements: this model stands for reality."""
+        """Ignore the measurement."""
 
 
 SCHEMA = "headway.latency/1"
@@ -370,7 +363,7 @@ class TableLatency(LatencyModel):
         return self._fresh if not past else self._over if past <= self._knee else self._beyond
 
     def further_prompts(self) -> LatencyModel:
-        return self if self._share is None else FurtherPrompts(self, self._share)
+        return self if self._share is None else FurtherPrompts(self, self._share, self._beyond)
 
     def decode_s(self, decodes: int, kv_sum: int) -> float:
         if self._grid is not None:
@@ -397,6 +390,34 @@ class _ChunkAttention:
         self.per_past: Sequence[float] = b.data
         self.least_own: Sequence[float] = _floor(a).data
         self.least_per_past: Sequence[float] = _floor(b).data
+
+
+class FurtherPrompts(WrappedLatency):
+    """View of a model in which every chunk is a further one of its batch.
+
+    It fills what the chunks before it left idle, and so takes a share of its time alone, as measured on chunks without
+    history. Reading a long one keeps the whole device busy: a chunk takes no less than its history does then."""
+
+    def __init__(self, base: LatencyModel, share: Seconds, history: _ChunkAttention, scale: float = 1.0) -> None:
+        """share: by chunk tokens from 0 on, non-decreasing (the floors need it); the last holds for longer ones.
+        history: its terms in past are those of the whole device. scale: of `base` over the model that has them."""
+        super().__init__(base)
+        self.share, self.history, self._scale = share, history, scale
+
+    def chunk_s(self, past: int, first: int, last: int) -> Seconds:
+        at = np.minimum(np.arange(first, last + 1), MAX_CHUNK)
+        shared_s = self.base.chunk_s(past, first, last) * self.share[at]
+        return np.asarray(np.maximum(shared_s, self.history.b[at] * float(past) * self._scale), dtype=np.float64)
+
+    def attention_s(self, past: int, tokens: int) -> float:
+        at = min(tokens, MAX_CHUNK)
+        shared_s = self.base.attention_s(past, tokens) * float(self.share[at])
+        return max(shared_s, self.history.per_past[at] * past * self._scale)
+
+    def least_attention_s(self, past: int, tokens: int) -> float:
+        at = min(tokens, MAX_CHUNK)
+        shared_s = self.base.least_attention_s(past, tokens) * float(self.share[at])
+        return max(shared_s, self.history.least_per_past[at] * past * self._scale)
 
 
 def _shares(knots: Sequence[tuple[int, float]]) -> Seconds:

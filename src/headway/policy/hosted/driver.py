@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from headway.core.request import Request
-from headway.perf.latency.base import BatchLoad, decode_load, load_s, one_chunk_s
+from headway.perf.latency.base import BatchLoad, decode_load, load_s
 from headway.policy.iteration.decision import IterationPolicy
 from headway.policy.iteration.requests import PrefillState
 
@@ -367,7 +367,7 @@ class PolicyDriver:
         for name in sorted(chunks):
             count = chunks[name]
             past = max(0, self.prefills[name].num_computed_tokens - count)
-            load = load.with_chunk(count, one_chunk_s(latency, past, count), past)
+            load = load.with_chunk(count, latency.attention_s(past, count), past)
             latency = latency.further_prompts()
         return load
 

@@ -16,7 +16,7 @@ from headway.core.request import Request
 from headway.kv.block_manager import BlockManager, KvLease
 from headway.kv.eviction import make_eviction
 from headway.kv.prefix_cache import PrefixCache
-from headway.perf.latency.base import LatencyModel, one_chunk_s
+from headway.perf.latency.base import LatencyModel
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.requests import PrefillState, SequenceState
 
@@ -323,6 +323,6 @@ def make_prefix_cache(
     """Return an empty cache with a policy of eviction by name. `unused_blocks`: see `PrefixCache`."""
 
     def block_s(depth: int) -> float:
-        return latency.rows_s(block_tokens) + one_chunk_s(latency, block_tokens * (depth - 1), block_tokens)
+        return latency.rows_s(block_tokens) + latency.attention_s(block_tokens * (depth - 1), block_tokens)
 
     return PrefixCache(make_eviction(eviction, block_s), block_tokens, unused_blocks)

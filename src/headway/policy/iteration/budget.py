@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from headway.perf.latency.base import MAX_CHUNK, LatencyModel, one_chunk_s
+from headway.perf.latency.base import MAX_CHUNK, LatencyModel
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.requests import PrefillState
 from headway.policy.iteration.tbt_targets import TbtTargets
@@ -127,7 +127,7 @@ class EfficientChunks:
     def _measure(self, context: int) -> list[tuple[float, float]]:
         points = []
         for size in self._sizes:
-            seconds = self._latency.rows_s(size) + one_chunk_s(self._latency, context - size // 2, size)
+            seconds = self._latency.rows_s(size) + self._latency.attention_s(context - size // 2, size)
             points.append((size / seconds if seconds > 0 else float("inf"), seconds))
             if seconds > _LONGEST_COMPARED_S:
                 break

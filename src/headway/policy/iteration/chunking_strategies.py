@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from headway.core.errors import ConfigError
-from headway.perf.latency.base import BatchLoad, LatencyModel, load_s, one_chunk_s, solve_tokens
+from headway.perf.latency.base import BatchLoad, LatencyModel, load_s, solve_tokens
 
 
 class PrefillDemand(msgspec.Struct, frozen=True, gc=False):
@@ -54,7 +54,7 @@ class WholePrompt:
         # More tokens than decodes: the batch has a prompt already.
         if load.tokens > load.decodes and ask.remaining > ask.limit:
             return 0, 0.0
-        return ask.remaining, one_chunk_s(latency, ask.past, ask.remaining)
+        return ask.remaining, latency.attention_s(ask.past, ask.remaining)
 
 
 class StaticBudget:
@@ -69,7 +69,7 @@ class StaticBudget:
 
     def quota(self, ask: PrefillDemand, load: BatchLoad, budget_s: float, latency: LatencyModel) -> tuple[int, float]:
         tokens = min(ask.remaining, ask.limit, self.tokens - load.tokens)
-        return (tokens, one_chunk_s(latency, ask.past, tokens)) if tokens > 0 else (0, 0.0)
+        return (tokens, latency.attention_s(ask.past, tokens)) if tokens > 0 else (0, 0.0)
 
 
 class AdaptiveChunks:

@@ -16,7 +16,7 @@ import msgspec
 
 from headway.core.errors import PredictedLateError
 from headway.core.request import BACKGROUND_PRIORITY, Request
-from headway.perf.latency.base import BatchLoad, LatencyModel, PrefillCache, load_s, one_chunk_s
+from headway.perf.latency.base import BatchLoad, LatencyModel, PrefillCache, load_s
 from headway.policy.iteration.admission import KvBlockAdmission, KvPool
 from headway.policy.iteration.budget import IterationBudget, reference_aim_s
 from headway.policy.iteration.chunking_strategies import is_empty, make_chunking
@@ -275,7 +275,7 @@ class IterationPolicy:
         if fill.quotas and longest_s < fill.budget_s:
             return None
         # Each pass reads the whole context: below this most of the time would go there.
-        alone_s = self.latency.rows_s(1) + one_chunk_s(self.latency, state.scheduled, 1)
+        alone_s = self.latency.rows_s(1) + self.latency.attention_s(state.scheduled, 1)
         budget_s = min(fill.budget_s, max(longest_s, BACKGROUND_GAIN * alone_s))
         return ChunkRequest(state.scheduled, state.remaining, budget_s, stalled >= PROGRESS_EVERY)
 
@@ -293,7 +293,7 @@ class IterationPolicy:
             self.queue.note_begun(state, True)
         past, remaining = state.scheduled - state.base, min(state.remaining, state.room)
         tokens = min(max(self.config.min_chunk, 1), remaining, fill.room)
-        fill.add(state.request.id, tokens, one_chunk_s(self.latency, past, tokens), past)
+        fill.add(state.request.id, tokens, self.latency.attention_s(past, tokens), past)
 
     # -- requests -----------------------------------------------------------------------------------------------
 

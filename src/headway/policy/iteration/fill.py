@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from headway.perf.latency.base import BatchLoad, LatencyModel, beside_prompts, decodes_s, load_s, one_chunk_s
+from headway.perf.latency.base import BatchLoad, LatencyModel, beside_prompts, decodes_s, load_s
 from headway.perf.latency.groups import WithExchange
 from headway.policy.iteration.budget import EfficientChunks
 from headway.policy.iteration.chunking_strategies import ChunkingStrategy, PrefillDemand, is_empty
@@ -139,14 +139,14 @@ class IterationFill:
         else:
             tokens, attention_s = self._chunking.quota(demand, self.load, ask.budget_s, model)
         if tokens < remaining <= room and ask.longest_s and not self._exceeds(model, past, remaining, ask.longest_s):
-            return remaining, one_chunk_s(model, past, remaining)
+            return remaining, model.attention_s(past, remaining)
         if tokens < floor:
             return self._below_floor(ask, model, floor, tokens, attention_s)
         if self._even and tokens < remaining:
             fewer = even_rows(self.load.tokens + tokens) - self.load.tokens
             # In measured tables fewer rows may take longer.
             if floor <= fewer < tokens and not self._exceeds(model, past, fewer, ask.budget_s):
-                return fewer, one_chunk_s(model, past, fewer)
+                return fewer, model.attention_s(past, fewer)
         return tokens, attention_s
 
     def add(self, request_id: str, tokens: int, attention_s: float, past: int) -> None:
@@ -179,7 +179,7 @@ class IterationFill:
         must = ask.efficient or ask.stalled or (empty and ask.idle)
         # Smallest chunk 0 (Medha as printed) raises one in an empty iteration only: else nothing would ever advance.
         if must and (self._min_chunk or empty):
-            return floor, one_chunk_s(model, ask.past, floor)
+            return floor, model.attention_s(ask.past, floor)
         # It takes what fits, even below the floor; it does not wait for a larger gap.
         return tokens, attention_s
 
