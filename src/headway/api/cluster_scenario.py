@@ -15,6 +15,7 @@ from headway.perf.latency.groups import GroupShape
 from headway.runtime.assembly import dry_run
 from headway.runtime.assembly.cluster import InstanceMeasurement, cluster_plan, measurement
 from headway.runtime.assembly.dry_run import LONG_EVERY, OUTPUT, prompt_lengths
+from headway.runtime.assembly.engine import named_profile
 from headway.runtime.cluster.cluster_file import ClusterFile, cluster_file, first_of, model_of, workload_of
 from headway.runtime.engine.config import EngineConfig, settle
 from headway.serving.launch import model_folder
@@ -52,8 +53,9 @@ class ClusterScenarios:
         settings = resolve(ServeSettings, environment=self._environment, file=file.serve, origin=f"{where}: serve")
         model = model_folder(model_of(file, self._path.parent))
         configs = instance_configs(file, where, model, settings)
-        for host in sorted(file.hosts):
-            self._warn(shared_cores(file, configs, host))
+        # A profile that the file names may be of a machine with more cores.
+        if all(named_profile(config) is None for config in configs):
+            self._warn(shared_cores(file, configs))
         pools = zip(file.pools, first_of(file), strict=True)
         measured = [self._measure(configs[first]) for pool, first in pools for _ in range(pool.count)]
         cluster = cluster_plan(file, model, configs, measured).cluster

@@ -303,14 +303,15 @@ def instance_configs(
     return configs
 
 
-def shared_cores(file: ClusterFile, configs: Sequence[EngineConfig], host: int = 0) -> list[str]:
-    """Return a sentence where the host's instances have more threads than it has cores; else nothing."""
+def shared_cores(file: ClusterFile, configs: Sequence[EngineConfig]) -> list[str]:
+    """Return a sentence where this host's instances (those of host 0) have more threads than it has cores; else
+    nothing. The cores of other hosts are not known here."""
     hosts = [pool.host for pool in file.pools for _ in range(pool.count)]
-    here = [config for where, config in zip(hosts, configs, strict=True) if where == host]
+    here = [config for where, config in zip(hosts, configs, strict=True) if where == 0]
     threads = sum((config.threads or 1) * _workers(config) for config in here)
     if threads <= len(CORES):
         return []
-    words = f"{len(here)} instances of host {host} have {threads} threads on {len(CORES)} cores: they take turns, and "
+    words = f"{len(here)} instances of host 0 have {threads} threads on {len(CORES)} cores: they take turns, and "
     words += (
         f"compute up to {threads / len(CORES):.3g} times as slowly as one alone, which predictions take no account of"
     )
