@@ -68,7 +68,7 @@ test-vllm: setup ## Headway inside vLLM's real scheduler (no weights, no server)
 	@if [ -n "$(IN_CI)" ] && [ -f $(VLLM_VENV)/.installed ] && $(call IN_TIME,2700,other versions of vLLM); then \
 	$(QUIET) $(BIN)/python scripts/check_vllm_version.py --tests $(VLLM_VENV) || [ $$? -eq 75 ]; fi
 	@if $(call IN_TIME,3000,live servers of vLLM); then \
-	$(QUIET) $(BIN)/python -m pytest tests/conformance tests/vllm -m long -k vllm --timeout 600; fi
+	$(QUIET) $(BIN)/python -m pytest tests/conformance tests/vllm tests/docs -m long -k vllm --timeout 600; fi
 
 check: setup ## lint, types, import layers
 	@$(BIN)/ruff check src tests scripts benchmarks
