@@ -71,14 +71,14 @@ test-vllm: setup ## Headway inside vLLM's real scheduler (no weights, no server)
 	$(QUIET) $(BIN)/python -m pytest tests/conformance tests/vllm tests/docs -m long -k vllm --timeout 600; fi
 
 check: setup ## lint, types, import layers
-	@$(BIN)/ruff check src tests scripts benchmarks
-	@$(BIN)/ruff format --check --quiet src tests scripts benchmarks
+	@$(BIN)/ruff check src tests scripts benchmarks examples
+	@$(BIN)/ruff format --check --quiet src tests scripts benchmarks examples
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
 format: setup ## format the code
-	@$(BIN)/ruff check --fix --quiet src tests scripts benchmarks
-	@$(BIN)/ruff format src tests scripts benchmarks
+	@$(BIN)/ruff check --fix --quiet src tests scripts benchmarks examples
+	@$(BIN)/ruff format src tests scripts benchmarks examples
 
 bench: setup ## the figures that the README states, on this machine (about 10 minutes)
 	@$(BIN)/python -m benchmarks.run

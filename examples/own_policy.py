@@ -9,9 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headway.policy.iteration.ordering import PrefillFacts, UrgencyLine
-from headway.policy.placement.contract import Action, EnqueueRequest, Event, PlacementPolicy, RequestArrived
+from headway.policy.placement.contract import (
+    Action,
+    ClusterSnapshot,
+    EnqueueRequest,
+    Event,
+    PlacementPolicy,
+    RequestArrived,
+)
 from headway.policy.placement.registry import PolicyContext, PolicyOptions
-from headway.policy.placement.contract import ClusterSnapshot
 
 
 class SmallestFirst:

@@ -25,7 +25,17 @@ VLLM = DOCS.parent / ".venv-vllm" / "bin"
 BESIDE_VLLM = "vLLM before and after"
 PARTS = {
     BESIDE_VLLM: (),
-    "A plan from a question": ("plan", "examples/plan-chat-and-documents.yaml"),
+    "A plan from a question": (
+        "plan",
+        "--model",
+        "qwen3-8b",
+        "--gpu",
+        "h200",
+        "--qps",
+        "3",
+        "--mix",
+        "chat:0.95,document:0.05",
+    ),
     "All policies on one workload": ("compare", "examples/chat-and-documents.yaml"),
     "A paper's headline claims": ("reproduce", "medha"),
 }

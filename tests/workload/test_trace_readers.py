@@ -66,9 +66,18 @@ def test_hash_ids_become_keys_of_blocks_of_any_size(tmp_path: Path) -> None:
     assert first.keys(100)[:5] == second.keys(100)
 
 
-def test_a_bad_hash_id_names_the_line(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=":1: hash_ids must be whole numbers"):
-        read_trace(write(tmp_path, MOONCAKE.replace("[0, 1]", "[0, -1]")))
+@pytest.mark.parametrize(
+    ("given", "wrong", "problem"),
+    [
+        ("[0, 1]", "[0, -1]", "hash_ids must be whole numbers"),
+        ("[0, 1]", "[0, 1.5]", "hash_ids must be whole numbers"),
+        ("[0, 1]", '"x"', "hash_ids is 'x', not a list"),
+        ("27000", "true", "timestamp is True, not a time"),
+    ],
+)
+def test_a_wrong_value_names_the_line_and_the_column(tmp_path: Path, given: str, wrong: str, problem: str) -> None:
+    with pytest.raises(TraceError, match=f":1: {problem}"):
+        read_trace(write(tmp_path, MOONCAKE.replace(given, wrong)))
 
 
 def test_a_sessions_prompts_begin_as_its_cached_tokens_say(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def text_of_blocks(ids: Sequence[int], block_tokens: int, prompt_tokens: int) ->
     """Return the text of a prompt whose blocks have these ids, each of which stands for the whole prefix that it ends.
 
     What the ids do not cover is not known to be shared. Raises ValueError for an id that is none."""
-    if not all(0 <= i < 1 << _PIECE_BITS for i in ids):
+    if not all(type(i) is int and 0 <= i < 1 << _PIECE_BITS for i in ids):
         raise ValueError("hash_ids must be whole numbers from 0 to 2^32 - 1")
     ends = range(block_tokens, prompt_tokens + block_tokens, block_tokens)
     return PromptText(tuple(TextPiece(min(end, prompt_tokens), i) for end, i in zip(ends, ids, strict=False)))
@@ -289,10 +289,12 @@ class TraceFormat:
         ids, block = row.get("hash_ids"), self.block or row.get("block_size")
         if ids is None or block is None:
             return None
+        if not isinstance(ids, list):
+            raise ValueError(f"hash_ids is {ids!r}, not a list of numbers")
         most = -(-prompt_tokens // block)
         if len(ids) > most:
             raise ValueError(f"hash_ids has {len(ids)} ids, but {prompt_tokens} tokens are {most} blocks of {block}")
-        return text_of_blocks([int(i) for i in ids], block, prompt_tokens)
+        return text_of_blocks(ids, block, prompt_tokens)
 
 
 FORMATS: dict[str, TraceFormat] = {
@@ -569,6 +571,6 @@ def _stamp_s(text: str) -> float:
 
 def _seconds(row: Row, column: str) -> float:
     value = float(row[column])
-    if not abs(value) < 1e15:
+    if isinstance(row[column], bool) or not abs(value) < 1e15:
         raise ValueError(f"{column} is {row[column]!r}, not a time")
     return value
