@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.policy_choice import TABLE, cells, comparison, default_row
+from benchmarks.policy_table import TABLE, comparison, default_row, table_cells
 
 TEXT = TABLE.read_text()
-CELLS = cells(TEXT)
+CELLS = table_cells(TEXT)
 
 
 def test_the_page_has_the_comparison_of_its_own_table() -> None:
