@@ -153,6 +153,19 @@ def test_the_limit_follows_that_of_open_files(monkeypatch: pytest.MonkeyPatch) -
     assert ConnectionTable(ServerSettings()).limit == ServerSettings().max_connections
 
 
+@pytest.mark.parametrize("host", ["localhost", "elsewhere"])
+@pytest.mark.parametrize("rest", [b"zz\r\n", b"f" * 40 + b"\r\n", b"5\r\nhello!\r\n"])
+def test_a_broken_body_is_refused_once_and_leaves_no_traceback(
+    live: Any, engine: FakeEngine, caplog: pytest.LogCaptureFixture, host: str, rest: bytes
+) -> None:
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    with live(engine, body_timeout_s=1.0) as url:
+        text = said(opened(url, head + rest))
+        assert b"200 OK" in said(opened(url, HEALTH))
+    assert text.count(b"HTTP/1.1 4") == 1
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_closed_its_sending_side_gets_its_answer(live: Any, engine: FakeEngine, stream: bool) -> None:
     engine.hold = asyncio.Event()

@@ -321,6 +321,16 @@ class HttpConnection(H11Protocol):
         self.loop.call_later(_PEER_CHECK_S, self._check_peer)
         return True
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP, and close. A request whose body was broken off so gets no other answer."""
+        if self._busy:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+
     def on_response_complete(self) -> None:
         """Wait for the next request, or close."""
         super().on_response_complete()
