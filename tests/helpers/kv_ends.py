@@ -13,7 +13,6 @@ from headway.kv.allocator import slots_of
 from headway.runtime.engine.protocol import PeerAddress
 from headway.runtime.kv_transfer.connector import (
     Bytes,
-    KvConnector,
     KvLost,
     KvPart,
     KvPlace,
@@ -25,6 +24,7 @@ from headway.runtime.kv_transfer.local import PeerConnector
 from headway.runtime.kv_transfer.peers import PeerNetwork
 
 LAYERS, SLOTS, VECTOR = 3, 96, 8
+KV_HEADS = 16
 
 
 class End:
@@ -42,9 +42,9 @@ class End:
         self.peers = PeerNetwork(number, 0, f"unix:{folder / f'{number}'}")
         self.rung = threading.Event()
         if connector == "socket":
-            self.connector: KvConnector = PeerConnector(self.peers, self.rung.set, ())
+            self.connector = PeerConnector(self.peers, self.rung.set, (), KV_HEADS)
         else:
-            self.connector = make_connector(connector, self.peers, self.rung.set)
+            self.connector = make_connector(connector, self.peers, self.rung.set, KV_HEADS)
         rng = np.random.default_rng(number)
         self.cache: Bytes = rng.integers(0, 255, (LAYERS, 2, len(heads), SLOTS, VECTOR), dtype=np.uint8)
         self.received: list[KvReceived] = []

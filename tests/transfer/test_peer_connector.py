@@ -14,7 +14,7 @@ from tests.helpers.polling import let_arrive
 from headway.core.errors import ConfigError
 from headway.runtime.engine.protocol import PeerAddress
 from headway.runtime.kv_transfer import local
-from headway.runtime.kv_transfer.connector import KvConnector, SaveKv, make_connector, register
+from headway.runtime.kv_transfer.connector import SaveKv, make_connector
 from headway.runtime.kv_transfer.local import PeerConnector
 from headway.runtime.sequence_parallel.layout import HeldShard, moves
 
@@ -222,7 +222,7 @@ def test_a_receiver_that_hangs_delays_no_other(make: Make) -> None:
     other.open("b", 10, ((0, 10),))
     before = sender.cache.copy()
     positions = np.arange(SLOTS)
-    with receiver.connector._inbox._gate:  # type: ignore[attr-defined]
+    with receiver.connector._inbox._gate:
         sender.save(SaveKv("a", 1, 1), sender.part(positions, positions))
         sender.connector.wait_for_save("a")
         sender.cache[:] = 7
@@ -241,7 +241,7 @@ def test_a_slice_that_was_not_read_is_lost_to_its_sender(make: Make) -> None:
     positions = np.arange(10)
     sender.save(SaveKv("a", 1, 1), sender.part(positions, positions))
     receiver.until(lambda: bool(receiver.received))
-    sender.until(lambda: not sender.connector._outlets[1].pending)  # type: ignore[attr-defined]
+    sender.until(lambda: not sender.connector._outlets[1].pending)
     receiver.peers.handle(lambda *_: None)
     sender.save(SaveKv("b", 2, 1), sender.part(positions, positions))
     let_arrive(0.05)
@@ -277,7 +277,7 @@ def test_a_body_that_does_not_fit_its_place_is_lost_and_harms_no_other(make: Mak
 
 def test_auto_is_nixl_where_it_is_installed_and_works(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def kinds(name: str) -> list[str]:
-        connector = make_connector(name, end.peers, end.rung.set)
+        connector = make_connector(name, end.peers, end.rung.set, 2)
         assert isinstance(connector, PeerConnector)
         return [kind.name for kind in connector._kinds]
 
@@ -299,18 +299,4 @@ def test_auto_is_nixl_where_it_is_installed_and_works(make: Make, monkeypatch: p
 def test_connectors_are_found_by_name(make: Make) -> None:
     (end,) = make(range(2))
     with pytest.raises(ConfigError, match=r"kv_connector 'mooncake': must be one of auto, nixl, peers"):
-        make_connector("mooncake", end.peers, end.rung.set)
-    made: list[object] = []
-
-    def factory(peers: object, ring: Callable[[], None]) -> KvConnector:
-        made.append(peers)
-        return end.connector
-
-    register("test-only", factory)
-    try:
-        assert make_connector("test-only", end.peers, end.rung.set) is end.connector
-        assert made == [end.peers]
-    finally:
-        from headway.runtime.kv_transfer import connector
-
-        del connector._factories["test-only"]
+        make_connector("mooncake", end.peers, end.rung.set, 2)

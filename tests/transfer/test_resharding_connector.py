@@ -20,7 +20,6 @@ from headway.runtime.kv_transfer.connector import (
     KvPart,
     KvPlace,
     KvReceived,
-    ReshardingConnector,
     SaveKv,
     make_connector,
 )
@@ -36,8 +35,7 @@ class CutRank:
         self.rung = threading.Event()
         self.heads = heads_of(KV, ranks, rank)
         self.peers = PeerNetwork(end_of(instance, rank), 0, f"unix:{folder}/{instance}.{rank}")
-        inner = make_connector("peers", self.peers, self.rung.set)
-        self.connector = ReshardingConnector(inner, KV, self.peers.ranks_of, rank, ranks)
+        self.connector = make_connector("peers", self.peers, self.rung.set, KV, ranks)
         self.cache = np.ascontiguousarray(whole[:, :, self.heads.start : self.heads.stop])
         self.received: list[KvReceived] = []
         self.lost: list[KvLost] = []

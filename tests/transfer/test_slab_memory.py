@@ -53,7 +53,7 @@ def ends(tmp_path: Path) -> Iterator[tuple[End, End]]:
 
 
 def outlet(end: End) -> Any:
-    return end.connector._outlets[1 - end.number]  # type: ignore[attr-defined]
+    return end.connector._outlets[1 - end.number]
 
 
 def fill(sender: End, request: str) -> None:
@@ -85,7 +85,7 @@ def test_a_slow_receiver_costs_its_slabs_and_changing_kv_is_copied(ends: tuple[E
     sender, receiver = ends
     receiver.open("a", SLOTS, ((0, SLOTS),))
     before = sender.cache.copy()
-    with receiver.connector._inbox._gate:  # type: ignore[attr-defined]
+    with receiver.connector._inbox._gate:
         fill(sender, "a")
         let_arrive(0.05)
         assert outlet(sender)._queue
@@ -100,7 +100,7 @@ def test_a_request_forgotten_while_waiting_leaves_its_room_to_the_rest(ends: tup
     sender, receiver = ends
     for name in "ab":
         receiver.open(name, SLOTS, ((0, SLOTS),))
-    with receiver.connector._inbox._gate:  # type: ignore[attr-defined]
+    with receiver.connector._inbox._gate:
         fill(sender, "a")
         sender.connector.forget("a")
         sender.peers.forget("a")
@@ -166,7 +166,7 @@ def test_memory_of_another_number_is_not_read(ends: tuple[End, End]) -> None:
 def test_another_connection_has_other_memory(ends: tuple[End, End]) -> None:
     sender, receiver = ends
     receiver.open("a", SLOTS, ((0, SLOTS),))
-    with receiver.connector._inbox._gate:  # type: ignore[attr-defined]
+    with receiver.connector._inbox._gate:
         fill(sender, "a")
         first = outlet(sender)._memory.number
         receiver.peers._connections[0].end("it was cut")

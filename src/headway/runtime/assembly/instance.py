@@ -12,7 +12,7 @@ from headway.runtime.assembly.facts import eos_ids
 from headway.runtime.cluster.agent import InstanceAgent, KvConnectorScheduler
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.kv_transfer.connector import ReshardingConnector, make_connector
+from headway.runtime.kv_transfer.connector import make_connector
 from headway.runtime.kv_transfer.peers import PeerNetwork
 
 
@@ -45,9 +45,7 @@ def _join_one(
     core.info = msgspec.structs.replace(core.info, peer_address=peers.address)
     worker = core.executor.worker
     runs = SpanExecutor(worker, peers, eos_ids(Path(config.model)))
-    # Instances may be cut into different numbers of ranks: `ReshardingConnector` splits KV by heads accordingly.
-    inner = make_connector(own.kv_connector, peers, ring)
-    connector = ReshardingConnector(inner, worker.pool.kv_heads, peers.ranks_of)
+    connector = make_connector(own.kv_connector, peers, ring, worker.pool.kv_heads)
     port = KvPort(worker, core.scheduler.block_managers[0].block_tokens, runs, connector, own.number)
     return InstanceAgent(
         core, runs, peers, clock, own.room_s, KvConnectorScheduler(core, port, core.executor.replay, clock)

@@ -132,8 +132,8 @@ class ClusterFile(FileSection):
     )
     kv_connector: str = Field(
         default="auto",
-        description="how KV moves between instances: `nixl`, `peers` (shared memory on one host, else TCP), `auto` "
-        "(`nixl` where it is installed, else `peers`), or one that another package registers",
+        description="how KV moves between instances: `nixl`, `peers` (shared memory on one host, else TCP), or `auto` "
+        "(`nixl` where it is installed, else `peers`)",
     )
     network_gbit_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=10.0, description="bandwidth between two hosts, one way, that policies reckon with"

@@ -63,7 +63,7 @@ from headway.runtime.executor.plans import (
     places,
 )
 from headway.runtime.executor.worker import ModelWorker, RankLinks
-from headway.runtime.kv_transfer.connector import ReshardingConnector, SaveKv, make_connector
+from headway.runtime.kv_transfer.connector import SaveKv, make_connector
 from headway.runtime.kv_transfer.peers import PeerNetwork
 from headway.runtime.kv_transfer.port import KvPort
 from headway.runtime.launcher.network import address_towards, interface_of
@@ -441,8 +441,7 @@ class RankKvTransfer:
         )
         self._rung = threading.Event()
         self._ends = False
-        inner = make_connector(peer.connector, self._peers, self._rung.set)
-        connector = ReshardingConnector(inner, config.kv_heads, self._peers.ranks_of, shard.rank, shard.ranks)
+        connector = make_connector(peer.connector, self._peers, self._rung.set, config.kv_heads, shard.ranks)
         heads = heads_of(config.kv_heads, shard.ranks, shard.rank)
         runs = SpanExecutor(worker, self._peers, eos, config)
         self._port = KvPort(worker, block_tokens, runs, connector, self._peers.number, heads)

@@ -1,6 +1,9 @@
-"""The connector `peers`: KV is pushed through shared memory on one host, and through ZeroMQ between hosts.
+"""How KV moves between instances, one-sided: through shared memory on one host, and through ZeroMQ between hosts.
 
-KV between ends, one-sided, through shared memory on one host and ZeroMQ between hosts.
+Names, where the meaning is the same, are those of vLLM's KV connectors (`KVConnectorBase_V1`). What is different, and
+why: KV is pushed by its holder, slice by slice, and a decode begins when all of it is there (Tetris §4.2, step 6). So
+nothing is loaded during a forward pass, no metadata travels with a batch, and source and target of a slice come from
+the controller, not from a look-up of prompts.
 
 A sender copies KV out of its slots into a slab and pushes {request, piece, layer, heads, tokens, slab};
 a thread of the receiver writes it into the reserved slots, gives the slab back, and answers when a piece is complete.
@@ -13,6 +16,7 @@ one that has begun is lost to its receiver.
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import mmap
 import os
@@ -34,12 +38,11 @@ from msgspec.structs import replace
 from typing_extensions import override
 
 from headway.kv.allocator import SlotRanges, slot_ranges_of
-from headway.runtime.engine.protocol import PeerLostError, named
+from headway.runtime.engine.protocol import PeerLostError, end_of, instance_of, named, rank_of, routes
 from headway.runtime.kv_transfer.connector import (
     Bytes,
     FinishedTransfers,
     KvBody,
-    KvConnector,
     KvLost,
     KvPart,
     KvPlace,
@@ -475,7 +478,7 @@ class ReceiveQueue:
                 box.closed = True
 
     def matched(self, request: str) -> int | None:
-        """See `KvConnector.get_num_new_matched_tokens`."""
+        """See `PeerConnector.get_num_new_matched_tokens`."""
         with self._gate:
             box = self._boxes.get(request)
         if box is None:
@@ -645,58 +648,116 @@ class SourceReader:
         self._memory = None
 
 
-class PeerConnector(KvConnector):
-    """See `KvConnector`. Handles everything that is pushed to these peers. `kinds`: of memory that others may read, the
-    preferred one first; all are understood."""
+class PeerConnector:
+    """One instance's connector, or that of one of its ranks, which then moves its own heads. Handles everything that is
+    pushed to these peers. May be used from one thread, `get_finished` from another one; its own threads write into the
+    pool.
+
+    Instances may be cut by heads, each into its own number of ranks (`routes`): what is saved to an instance goes to
+    those of its ranks that have heads of it, and a piece has come from an instance when it has come from all of its
+    ranks that send here. So users know instances only."""
 
     def __init__(
-        self, peers: PeerNetwork, wake: Callable[[], None], kinds: Sequence[MemoryKind] = (SharedMemory(),)
+        self,
+        peers: PeerNetwork,
+        wake: Callable[[], None],
+        kinds: Sequence[MemoryKind],
+        kv_heads: int,
+        ranks: int = 1,
     ) -> None:
+        """wake: called from any thread when `get_finished` has something. kinds: of memory that others may read, the
+        preferred one first; all are understood. kv_heads: of the whole model. ranks: of this instance."""
         self._peers, self._kinds = peers, kinds
+        self._kv_heads, self._rank, self._ranks = kv_heads, rank_of(peers.number), ranks
         self._inbox = ReceiveQueue(wake)
         self._gate = threading.Lock()
         self._outlets: dict[int, SendQueue] = {}
         self._sources: dict[int, SourceReader] = {}
         self._ways: dict[SaveKv, tuple[SendQueue, list[int]]] = {}
+        self._come: dict[tuple[str, int, int], dict[int, KvReceived]] = {}
         peers.handle(self._handle)
         peers.on_lost(self._lose)
 
+    # -- the scheduler's side -----------------------------------------------------------------------------------------
+
     def update_state_after_alloc(self, request: str, place: KvPlace) -> None:
+        """Reserve slots for the KV of a request: received KV is written there until `forget`."""
         self._inbox.open(request, place)
 
     def get_num_new_matched_tokens(self, request: str) -> int | None:
+        """Return how many of the request's reserved tokens have all their KV; None if nothing is reserved."""
         return self._inbox.matched(request)
 
     def forget(self, request: str) -> None:
+        """Nothing of a request is to be sent any more. Nothing of it is written here any more once this has returned:
+        its slots may be given away."""
         self._inbox.close(request)
         for outlet in self._all():
             outlet.forget(request)
         for save in [save for save in self._ways if save.request == request]:
             del self._ways[save]
+        with self._gate:
+            for key in [key for key in self._come if key[0] == request]:
+                del self._come[key]
+
+    # -- the worker's side --------------------------------------------------------------------------------------------
 
     def save_kv_layer(self, save: SaveKv, layer: int, part: KvPart) -> None:
-        outlet, bodies = self._way(save)
-        packets = list(packets_of(save, layer, part))
-        bodies[0] += len(packets)
-        outlet.add(save, packets)
+        """KV of a layer is there and may be sent. Returns at once; slots stay as they are until `wait_for_save`."""
+        for end, heads in self._ends_of(save.to):
+            start, stop = max(heads.start, part.heads.start), min(heads.stop, part.heads.stop)
+            if start < stop:
+                one, row = save._replace(to=end), part.row + start - part.heads.start
+                outlet, bodies = self._way(one)
+                packets = list(packets_of(one, layer, dataclasses.replace(part, heads=range(start, stop), row=row)))
+                bodies[0] += len(packets)
+                outlet.add(one, packets)
 
     def finish_save(self, save: SaveKv) -> None:
-        outlet, bodies = self._way(save)
-        del self._ways[save]
-        outlet.add(save, [KvPacket(save, SliceEnd(save.piece, bodies[0]))])
+        """All that the movement has from here has been given to `save_kv_layer`, maybe nothing."""
+        for end, _ in self._ends_of(save.to):
+            one = save._replace(to=end)
+            outlet, bodies = self._way(one)
+            del self._ways[one]
+            outlet.add(one, [KvPacket(one, SliceEnd(save.piece, bodies[0]))])
 
     def wait_for_save(self, request: str) -> None:
+        """Return when slots of a request may be overwritten: what has not been sent yet has been copied. Never waits
+        for another instance."""
         for outlet in self._all():
             outlet.copy(request)
 
     def get_finished(self) -> FinishedTransfers:
-        return self._inbox.take()
+        """What has come to its end since the last call."""
+        received, lost = self._inbox.take()
+        whole = []
+        for one in received:
+            instance = instance_of(one.source)
+            key = (one.request, one.piece, instance)
+            with self._gate:
+                if self._inbox.matched(one.request) is None:  # forgotten since it came
+                    continue
+                # By rank: a slice is complete once every source rank that sends here has reported its part.
+                come = self._come.setdefault(key, {})
+                come[rank_of(one.source)] = one
+                found = routes(self._kv_heads, self._peers.ranks_of(instance), self._ranks)
+                if come.keys() < {rank for rank, target in found if target == self._rank}:
+                    continue
+                del self._come[key]
+            whole.append(one._replace(source=instance, began_s=min(each.began_s for each in come.values())))
+        return FinishedTransfers(whole, lost)
 
     def shutdown(self) -> None:
+        """End its threads. The pool is not touched any more."""
         for outlet in self._all():
             outlet.close()
         for source in self._sources.values():
             source.close()
+
+    def _ends_of(self, instance: int) -> list[tuple[int, range]]:
+        """The ends of an instance to which something goes from here, with its heads."""
+        found = routes(self._kv_heads, self._ranks, self._peers.ranks_of(instance))
+        return [(end_of(instance, target), heads) for (rank, target), heads in found.items() if rank == self._rank]
 
     def _all(self) -> list[SendQueue]:
         with self._gate:

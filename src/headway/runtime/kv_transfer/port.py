@@ -18,7 +18,8 @@ from headway.kv.allocator import slots_of
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.engine.protocol import rank_of
 from headway.runtime.executor.worker import ModelWorker
-from headway.runtime.kv_transfer.connector import Bytes, FinishedTransfers, KvConnector, KvPart, KvPlace, SaveKv
+from headway.runtime.kv_transfer.connector import Bytes, FinishedTransfers, KvPart, KvPlace, SaveKv
+from headway.runtime.kv_transfer.local import PeerConnector
 from headway.runtime.sequence_parallel.attention import KvShard
 from headway.runtime.sequence_parallel.layout import HeldShard, KvLayout, moves
 from headway.runtime.sequence_parallel.spans import SpanExecutor, StoredKv
@@ -54,7 +55,7 @@ class KvPort:
         worker: ModelWorker,
         block_tokens: int,
         runs: SpanExecutor | None,
-        connector: KvConnector,
+        connector: PeerConnector,
         rank: int,
         heads: range | None = None,
     ) -> None:
