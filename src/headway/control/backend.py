@@ -80,6 +80,7 @@ class InstanceBackend(Protocol):
 
     def stop(self, entry: SpanEntry, now: float) -> None:
         """Abort a running span whose request has ended (of a batch: all requests). No callback follows."""
+        return
 
     def enter(self, controlled: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
         """Give a request to the scheduler of a group; `ClusterController.left_scheduler` or `drop` follows. Raises
@@ -109,6 +110,7 @@ class InstanceBackend(Protocol):
 
     def pump(self, now: float) -> None:
         """Let schedulers continue with their iterations: everything that may begin has begun."""
+        return
 
     # -- notifications ------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse, Response
 
 from headway.core.errors import HeadwayError, OverloadedError, RequestError, UnavailableError
 from headway.policy.placement.contract import RateTable
-from headway.runtime.cluster.instances import ImprovementRateAdmin, InstanceAdmin
+from headway.runtime.cluster.instances import InstanceAdmin
 from headway.runtime.engine.protocol import EngineClient, EngineInfo
 from headway.serving import contexts, recovery
 from headway.serving.access import AccessControl, AuthMiddleware
@@ -247,7 +247,7 @@ async def replace_rates(request: Request) -> Response:
     """The file that `headway profile rates` writes; used from the next decision on, under tetris."""
     server = context(request)
     engine: Any = server.engine
-    if not isinstance(engine, ImprovementRateAdmin):
+    if not isinstance(engine, InstanceAdmin):
         raise ApiError(404, "this server places no requests by improvement rates: `headway cluster` does, under tetris")
     _check_json(request)
     table = _rates(await server.active.begin(server.bodies.whole(request, _LARGEST_TABLE)))

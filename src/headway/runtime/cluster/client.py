@@ -32,7 +32,6 @@ from headway.runtime.cluster.driver import ClusterDriver, ClusterRules, Instance
 from headway.runtime.cluster.http_backend import HttpInstance
 from headway.runtime.cluster.instances import (
     ClusterReport,
-    ImprovementRateAdmin,
     InstanceAdmin,
     InstanceReport,
     LiveInstance,
@@ -98,14 +97,13 @@ def _merged_base(infos: Sequence[EngineInfo]) -> UtilisationBase | None:
     )
 
 
-def merged_stats(all_stats: Sequence[EngineStats], waiting: int) -> EngineStats:
+def merged_stats(all_stats: Sequence[EngineStats]) -> EngineStats:
     """Merge the instances' stats: sums of all counts, and of the last iteration's figures the largest."""
     sums = {
         name: sum(getattr(stats, name) for stats in all_stats)
         for name in EngineStats.__struct_fields__
         if name not in (*_NEWEST, "stage_busy_s", "recovering", "log_problem")
     }
-    sums["waiting"] += waiting
     newest: dict[str, Any] = {name: max((getattr(stats, name) for stats in all_stats), default=0) for name in _NEWEST}
     return EngineStats(
         **sums,
@@ -332,7 +330,7 @@ class InstanceRoster:
         self._tasks.pop(instance.number, None)
 
 
-class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
+class ClusterClient(SampledEngine, InstanceAdmin):
     """The live `EngineClient` of a whole cluster. One for each server."""
 
     def __init__(
@@ -403,7 +401,7 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
     def stats(self) -> EngineStats:
         """Sums over all instances; requests that are not placed yet count as waiting."""
         live = self._live
-        stats = merged_stats([each.stats for each in self.registry], 0)
+        stats = merged_stats([each.stats for each in self.registry])
         if live is not None:
             running = stats.running + live.requests.running
             waiting = stats.waiting + live.requests.waiting

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple, cast
@@ -60,76 +60,6 @@ TRY_AGAIN_S = 1.0
 SILENT_S = 300.0
 """Seconds without a message after which an instance counts as stuck though its process sends heartbeats: no iteration
 takes that long."""
-
-
-class SettlingLoop:
-    """One per controller, on its event loop: holds the one timer of the policy's next wake-up."""
-
-    def __init__(
-        self,
-        controller: ClusterController,
-        working: Callable[[], Iterable[int]],
-        follow: Callable[[], bool],
-        clock: Callable[[], float],
-    ) -> None:
-        """working: returns the instances with uncomputed prompt tokens. follow: reports back what came up inside calls
-        of the controller, which is not re-entrant, and returns whether there was any. clock: seconds, of the event
-        loop's clock."""
-        self._controller, self._working, self._follow, self._clock = controller, working, follow, clock
-        self._alarm: asyncio.TimerHandle | None = None
-        self._settling = False
-
-    def settle(self) -> None:
-        """Let the controller act on all pending events. Called again from inside, it does nothing: the outer call goes
-        round until nothing is pending.
-
-        Raises nothing: an error is attributed to no request, and settling is tried again, at once and then after
-        `TRY_AGAIN_S`.
-        """
-        if self._settling:
-            return
-        # The event that raised is usually consumed by then: a second try handles the rest.
-        for _ in range(2):
-            self._settling = True
-            try:
-                # To a fixed point: what `follow` reports back to the controller can make further actions possible.
-                while True:
-                    now = self._clock()
-                    # Remaining prefill time shrinks with the clock, not with an event: before policies look.
-                    self._controller.changed(self._working(), now)
-                    wake_s = self._controller.settle(now)
-                    if not self._follow():
-                        break
-            except Exception:
-                log.exception("the controller has failed at the consequences of an event")
-                continue
-            finally:
-                self._settling = False
-            # One timer at most: the newest wake-up time replaces the one before, also where it is later.
-            self.close()
-            if wake_s is not None:
-                self._set_alarm(wake_s - self._clock(), partial(self._wake, wake_s))
-            return
-        self._set_alarm(TRY_AGAIN_S, self.settle)
-
-    def close(self) -> None:
-        """Cancel the timer."""
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
-
-    def _set_alarm(self, delay_s: float, act: Callable[[], None]) -> None:
-        self.close()
-        self._alarm = asyncio.get_running_loop().call_later(max(0.0, delay_s), act)
-
-    def _wake(self, at_s: float) -> None:
-        self._alarm = None
-        try:
-            # The timer may fire a clock tick early: a policy must not see a time before the one that it named.
-            self._controller.woken(max(at_s, self._clock()))
-        except Exception:
-            log.exception("the controller has failed at waking its policies")
-        self.settle()
 
 
 class InstanceMessages:
@@ -384,8 +314,10 @@ class ClusterDriver:
         self.controller: ClusterController = kind(
             cluster, self.backend, self.policies, layers=rules.shape.layers, receive_backends=backends
         )
-        self._loop = SettlingLoop(self.controller, self.backend.expecting, self._follow, clock)
-        self.settle = settle = self._loop.settle
+        # The one timer of the policy's next wake-up.
+        self._alarm: asyncio.TimerHandle | None = None
+        self._settling = False
+        settle = self.settle
         limits = max(each.limits for each in registry)
         self.requests = ClusterRequests(self.controller, self.backend, limits, settle, clock)
         self.membership = ClusterMembership(self.controller, self.backend, rules, self.requests, settle, clock)
@@ -411,10 +343,63 @@ class ClusterDriver:
 
     def close(self) -> None:
         """Cancel all timers, and end all requests."""
-        self._loop.close()
+        self._stop_alarm()
         self.reports.close()
         self.requests.retries.close()
         self.requests.fail_all(UnavailableError("the server is closing"))
+
+    # -- settling -----------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Let the controller act on all pending events. Called again from inside, it does nothing: the outer call goes
+        round until nothing is pending.
+
+        Raises nothing: an error is attributed to no request, and settling is tried again, at once and then after
+        `TRY_AGAIN_S`.
+        """
+        if self._settling:
+            return
+        # The event that raised is usually consumed by then: a second try handles the rest.
+        for _ in range(2):
+            self._settling = True
+            try:
+                # To a fixed point: what `follow` reports back to the controller can make further actions possible.
+                while True:
+                    now = self._clock()
+                    # Remaining prefill time shrinks with the clock, not with an event: before policies look.
+                    self.controller.changed(self.backend.expecting(), now)
+                    wake_s = self.controller.settle(now)
+                    if not self._follow():
+                        break
+            except Exception:
+                log.exception("the controller has failed at the consequences of an event")
+                continue
+            finally:
+                self._settling = False
+            # One timer at most: the newest wake-up time replaces the one before, also where it is later.
+            self._stop_alarm()
+            if wake_s is not None:
+                self._set_alarm(wake_s - self._clock(), partial(self._wake, wake_s))
+            return
+        self._set_alarm(TRY_AGAIN_S, self.settle)
+
+    def _stop_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
+    def _set_alarm(self, delay_s: float, act: Callable[[], None]) -> None:
+        self._stop_alarm()
+        self._alarm = asyncio.get_running_loop().call_later(max(0.0, delay_s), act)
+
+    def _wake(self, at_s: float) -> None:
+        self._alarm = None
+        try:
+            # The timer may fire a clock tick early: a policy must not see a time before the one that it named.
+            self.controller.woken(max(at_s, self._clock()))
+        except Exception:
+            log.exception("the controller has failed at waking its policies")
+        self.settle()
 
     # -- what came up inside calls of the controller ------------------------------------------------------------------
 

@@ -457,7 +457,7 @@ class HttpInstance:
 
 
 class HttpBackend(InstanceBackend):
-    """See the module."""
+    """See the module. To `stop` a span nothing is done: its request is forgotten next, which closes its stream."""
 
     capabilities = HTTP_CAPABILITIES
     heard: Callable[[RequestAttempt, AnswerStream, StreamedTokens], None]
@@ -516,9 +516,6 @@ class HttpBackend(InstanceBackend):
         gone = (now - began_s) / max(entry.predicted_s, 1e-9)
         self.events.append(SpanStopped(entry, min(0.95, before + gone)))
 
-    def stop(self, entry: SpanEntry, now: float) -> None:
-        """Do nothing: the request is forgotten next, which closes its stream."""
-
     def enter(self, controlled: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
         attempt: RequestAttempt = controlled.backend_state
         if attempt.finished:
@@ -546,9 +543,6 @@ class HttpBackend(InstanceBackend):
         self.attempts.remove(attempt)
         self.events.append(RequestReleased(attempt, why))
         return True
-
-    def pump(self, now: float) -> None:
-        """Do nothing: servers continue by themselves."""
 
     # -- for the driver -----------------------------------------------------------------------------------------------
 
@@ -648,9 +642,8 @@ class HttpAnswers:
             stream.prefill.queue.first_token(name, now)
             stream.prefill.queue.remove(name, now)
             stream.prefill = None
-        if not stream.accepted and not asked.answered and asked.first_s is None:
+        if not asked.answered and asked.first_s is None:
             asked.first_s = now
-        stream.accepted = True
         if piece.finish not in (None, "stop", "length"):
             raise ServerGoneError(f"the instance ended the request ({piece.finish})")
         if not piece.tokens and piece.finish is None:

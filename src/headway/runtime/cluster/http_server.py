@@ -444,15 +444,13 @@ _LARGE_PROMPT = 1 << 16
 class AnswerStream:
     """One attempt's connection. What comes after `close`, or when its attempt has another stream, is ignored."""
 
-    __slots__ = ("_at", "accepted", "first", "prefill", "sent_s", "target", "task")
+    __slots__ = ("_at", "first", "prefill", "sent_s", "target", "task")
 
     def __init__(self, target: HttpInstance, sent_s: float, prefill: HttpInstance | None, output: int) -> None:
         """output: tokens of the answer that were sent as part of the prompt."""
         self.target, self.sent_s = target, sent_s
         self.prefill = prefill
         """Instance that computes the prompt for `target`, until it has; None: `target` itself."""
-        self.accepted = False
-        """Whether the instance has accepted it."""
         self.first = False
         """Whether the prompt is computed."""
         self.task: asyncio.Task[None] | None = None

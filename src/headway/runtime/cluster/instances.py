@@ -508,10 +508,6 @@ class InstanceAdmin(Protocol):
         """Drain an instance: nothing new is placed on it, and it ends when nothing is left there. Raises RequestError
         for an unknown number, and for an instance without which the cluster could not serve."""
 
-
-@runtime_checkable
-class ImprovementRateAdmin(Protocol):
-    """What the endpoint for Tetris's improvement rates needs of a cluster's client."""
-
     def replace_rates(self, table: RateTable) -> None:
-        """Use another table from the next decision on. Raises RequestError where the policy has no such rates."""
+        """Use another table of Tetris's improvement rates from the next decision on. Raises RequestError where the
+        policy has no such rates."""

@@ -250,10 +250,16 @@ class LiveKvMigrations:
         """sent: called with each slice of the controller that has arrived."""
         self._registry, self._attempts, self._sent = registry, attempts, sent
         self._serial = self._asked = 0
-        self.under_way = 0
+
+    @property
+    def under_way(self) -> int:
         """Number of movements that have not arrived."""
-        self.waiting: set[str] = set()
-        """Names of requests that wait for a reservation on some instance."""
+        return sum(len(attempt.moving) for attempt in self._attempts)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a request waits for a reservation on some instance."""
+        return any(not reserved.granted for attempt in self._attempts for reserved in attempt.room.values())
 
     def ready(self, piece: KvSlice) -> bool:
         """Return whether a slice could be sent now; reserve blocks for it on its target."""
@@ -330,7 +336,6 @@ class LiveKvMigrations:
         Each holder sends what it has of the range, which may be nothing, and reports that too.
         """
         self._serial += 1
-        self.under_way += 1
         attempt.moving[self._serial] = KvMovement(set(holders), then)
         self.reserve(attempt, target)
         send = SendKv(id=attempt.wire, piece=self._serial, start=start, end=end, to=target)
@@ -353,7 +358,6 @@ class LiveKvMigrations:
         """
         if target not in attempt.room:
             self._registry.admit(attempt, (target,))
-            self.waiting.add(attempt.request.id)
             self._registry.kv.make(target, attempt.request.id, _WHAT, attempt.kv_tokens)
             # The serial tells this reservation's answer from that of an earlier one, which may still be on its way.
             self._asked += 1
@@ -367,8 +371,6 @@ class LiveKvMigrations:
             reserved.granted = True
             # The instance sent a snapshot before this answer: from now on that shows the blocks as used.
             self._registry.kv.kept(target, attempt.request.id, _WHAT)
-            if all(each.granted for each in attempt.room.values()):
-                self.waiting.discard(attempt.request.id)
             for source, send in attempt.unsent:
                 if send.to == target:
                     self._registry.tell((source,), send)
@@ -382,7 +384,6 @@ class LiveKvMigrations:
         movement.sources.discard(message.source)
         if not movement.sources:
             del attempt.moving[message.piece]
-            self.under_way -= 1
             movement.then()
 
     def settled(self, attempt: RequestAttempt) -> None:
@@ -391,11 +392,9 @@ class LiveKvMigrations:
         attempt.room.clear()
         attempt.unsent.clear()
         attempt.together.clear()
-        self.waiting.discard(attempt.request.id)
 
     def forget(self, attempt: RequestAttempt) -> None:
         """Drop all movements and reservations of a request. The instances drop theirs at `AbortRequest`."""
-        self.under_way -= len(attempt.moving)
         attempt.moving.clear()
         attempt.early.clear()
         self.settled(attempt)
