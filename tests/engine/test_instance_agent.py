@@ -32,7 +32,6 @@ from headway.runtime.engine.protocol import (
 )
 from headway.runtime.engine.service import EngineService
 from headway.runtime.kv_transfer.peers import PeerNetwork
-from headway.runtime.sequence_parallel.prefill import PausedState
 
 LAYERS = 4
 
@@ -45,6 +44,7 @@ class Computing:
     done: list[tuple[str, int]] = field(default_factory=list)
     layers: dict[str, int] = field(default_factory=dict)
     draws: dict[str, bool] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
     slots: dict[str, list[Sequence[tuple[int, int]]]] = field(default_factory=dict)
     moves: bool = False
 
@@ -58,7 +58,7 @@ class Computing:
         look: Callable[[], None],
     ) -> None:
         name = compute.id
-        self.layers[name], self.draws[name] = 0, compute.last
+        self.layers[name], self.draws[name], self.tokens[name] = 0, compute.last, compute.run.end
         anew = self.moves and bool(self.slots[name])
         self.slots[name].append(allocate_slots(compute.run.end, anew))
 
@@ -76,11 +76,12 @@ class Computing:
     def finish(self, name: str) -> tuple[EmittedToken | None, bool]:
         return (EmittedToken(name, 7, None) if self.draws[name] else None), self.moves and len(self.slots[name]) > 1
 
-    def saved(self, name: str) -> tuple[int, int, PausedState]:
-        return 0, self.layers[name], PausedState(kv_bytes=1, activation_bytes=2, kv_bytes_at_end=3)
+    def saved(self, name: str, index: int) -> SpanTaskPaused:
+        layer = self.layers[name]
+        return SpanTaskPaused(id=name, index=index, layer=layer, kv_bytes=1, activation_bytes=2, kv_bytes_at_end=3)
 
-    def whole(self, name: str, tokens: int) -> bool:
-        return True
+    def whole_tokens(self, name: str) -> int:
+        return self.tokens.get(name, 0)
 
     def check(self, name: str) -> None: ...
 

@@ -313,7 +313,7 @@ class InstanceAgent:
         name = submit.id
         known = submit.prompt_tokens + len(submit.output)
         # Only KV of all tokens in one place and in their order; the newest token has none yet (`known - 1`).
-        if self._computes.whole(name, known - 1) and self._places.get(name) == [span_kv_name(name)]:
+        if self._computes.whole_tokens(name) == known - 1 and self._places.get(name) == [span_kv_name(name)]:
             self._staged_kv.to_request(name)
         self._give_back(name)
         self._drop(name)
@@ -525,16 +525,7 @@ class InstanceAgent:
 
     def _paused(self, job: _SpanJob) -> SpanTaskPaused:
         job.pause = False
-        tokens, layer, saved = self._computes.saved(job.compute.id)
-        return SpanTaskPaused(
-            id=job.compute.id,
-            index=job.compute.index,
-            tokens=tokens,
-            layer=layer,
-            kv_bytes=saved.kv_bytes,
-            activation_bytes=saved.activation_bytes,
-            kv_bytes_at_end=saved.kv_bytes_at_end,
-        )
+        return self._computes.saved(job.compute.id, job.compute.index)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -547,7 +538,7 @@ class InstanceAgent:
     def _give_back(self, name: str) -> None:
         """Free the blocks of a request's span tasks; those of a whole prompt stay cached."""
         places, request = self._places.pop(name, []), self._requests.get(name)
-        whole = request is not None and self._computes.whole(name, known_tokens(request.admit))
+        whole = request is not None and self._computes.whole_tokens(name) == known_tokens(request.admit)
         for place in places:
             lease = self._staged_kv.lease(place)
             if request is not None and whole and lease is not None and len(places) == 1:

@@ -364,18 +364,7 @@ class RankSpanExecutor:
         if self._runs.go(name, pause, behind):
             self._finish(name)
             return
-        tokens, layer, saved = self._runs.saved(name)
-        self._send(
-            SpanTaskPaused(
-                id=name,
-                index=task.index,
-                tokens=tokens,
-                layer=layer,
-                kv_bytes=saved.kv_bytes,
-                activation_bytes=saved.activation_bytes,
-                kv_bytes_at_end=saved.kv_bytes_at_end,
-            )
-        )
+        self._send(self._runs.saved(name, task.index))
 
     def _finish(self, name: str) -> None:
         emitted, moved = self._runs.finish(name)

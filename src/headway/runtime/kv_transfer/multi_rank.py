@@ -137,14 +137,13 @@ class MultiRankSpanExecutor:
         ended = self._ended[name]
         return ended[0].emitted, any(one.moved for one in ended)
 
-    def saved(self, name: str) -> tuple[int, int, SpanTaskPaused]:
+    def saved(self, name: str, index: int) -> SpanTaskPaused:
         """See `SpanExecutor.saved`."""
-        paused = self._saved[name]
-        return paused.tokens, paused.layer, paused
+        return msgspec.structs.replace(self._saved[name], index=index)
 
-    def whole(self, name: str, tokens: int) -> bool:
-        """See `SpanExecutor.whole`."""
-        return self._whole(name) == tokens
+    def whole_tokens(self, name: str) -> int:
+        """See `SpanExecutor.whole_tokens`: KV is whole only as far as every rank has its heads of it."""
+        return min((one.whole for one in self._ended.get(name, ())), default=0)
 
     def check(self, name: str) -> None:
         """Do nothing: ranks check their peers themselves and report a loss as `SpanTaskLost`."""
@@ -153,7 +152,7 @@ class MultiRankSpanExecutor:
         """See `SpanExecutor.forget`."""
         if name not in self._known:
             return
-        if self._whole(name):  # it may have become the request's own, under the number that its blocks have
+        if self.whole_tokens(name):  # it may have become the request's own, under the number that its blocks have
             self._executor.replay(self._pending_ops())
         self._known.discard(name)
         self._tasks.pop(name, None)
@@ -163,10 +162,6 @@ class MultiRankSpanExecutor:
 
     def __contains__(self, name: str) -> bool:
         return name in self._known
-
-    def _whole(self, name: str) -> int:
-        # KV is whole only as far as every rank has its heads of it.
-        return min((one.whole for one in self._ended.get(name, ())), default=0)
 
     def _ask(self, message: SpanToRank, meanwhile: Callable[[], None]) -> list[SpanFromRank]:
         """Send a message to all ranks and return their answers, by rank.

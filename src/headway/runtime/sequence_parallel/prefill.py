@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -287,27 +287,15 @@ def _side_by_side(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([q, k, v], 1).flatten(1)
 
 
-class PausedState(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of a paused chunk on one rank, or on several added up."""
+class PausedState(NamedTuple):
+    """Bytes of a paused chunk on one rank."""
 
     kv_bytes: int
     """Keys and values of earlier chunks, and of this chunk's finished layers."""
     activation_bytes: int
-    """The rows between two layers: all state beside KV."""
+    """The rows between two layers: all state beside KV, "usually less than 5%" of that in the paper."""
     kv_bytes_at_end: int
     """Keys and values once the chunk is finished."""
-
-    @property
-    def share(self) -> float:
-        """Activations as a share of the KV of all layers: "usually less than 5%" in the paper."""
-        return self.activation_bytes / self.kv_bytes_at_end
-
-    def __add__(self, other: PausedState) -> PausedState:
-        return PausedState(
-            kv_bytes=self.kv_bytes + other.kv_bytes,
-            activation_bytes=self.activation_bytes + other.activation_bytes,
-            kv_bytes_at_end=self.kv_bytes_at_end + other.kv_bytes_at_end,
-        )
 
 
 Storage = Callable[[int, int], KvShard]

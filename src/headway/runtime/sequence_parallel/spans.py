@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -19,14 +18,14 @@ from headway.core.batch import EmittedToken
 from headway.core.errors import ConfigError, InvariantError
 from headway.core.request import SamplingParams, SpanTask
 from headway.kv.allocator import cut_ranges
-from headway.runtime.engine.protocol import ComputeSpan, end_of, instance_of
+from headway.runtime.engine.protocol import ComputeSpan, SpanTaskPaused, end_of, instance_of
 from headway.runtime.executor.worker import ModelWorker, RequestTokens, sampler_of
 from headway.runtime.kv_transfer.peers import PeerNetwork, PeerStream, PeerTicket
 from headway.runtime.model.config import DecoderConfig
 from headway.runtime.model.sampling import sample
 from headway.runtime.sequence_parallel.attention import KvShard, MessageStream, Runs
 from headway.runtime.sequence_parallel.layout import ChunkSpec, KvLayout, Order, SpGroup, layout_after, pieces
-from headway.runtime.sequence_parallel.prefill import PausedState, SequencePrefill
+from headway.runtime.sequence_parallel.prefill import SequencePrefill
 
 SlotAllocator = Callable[[int, bool], Sequence[tuple[int, int]]]
 """(slots, replace) to slot ranges of the pool: the request's own, extended, or, if `replace`, other ones. May block;
@@ -139,18 +138,14 @@ class SpanExecutor:
             emitted = part.draw(name, logits)
         return emitted, part.settle()
 
-    def saved(self, name: str) -> tuple[int, int, PausedState]:
-        """Return where a task is paused (the prompt's tokens before its chunk, the layer) and the state kept here."""
-        return self._parts[name].saved()
+    def saved(self, name: str, index: int) -> SpanTaskPaused:
+        """Return where task `index` is paused, and the bytes kept here."""
+        return self._parts[name].saved(name, index)
 
     def kept(self, name: str) -> StoredKv | None:
         """Return the KV of a request on this rank; None if there is none."""
         part = self._parts.get(name)
         return None if part is None else part.kept(self._worker.pool.layers)
-
-    def whole(self, name: str, tokens: int) -> bool:
-        """Whether KV of exactly the request's first `tokens` tokens is all here, in order."""
-        return self.whole_tokens(name) == tokens
 
     def whole_tokens(self, name: str) -> int:
         """Return how many of the request's first tokens have all their KV here, in order and without others; else 0."""
@@ -256,12 +251,19 @@ class _SpanMember:
         self._moves = False
         self._take_up(self.prefill.held)
 
-    def saved(self) -> tuple[int, int, PausedState]:
+    def saved(self, name: str, index: int) -> SpanTaskPaused:
         """See `SpanExecutor.saved`."""
-        saved, shard = self.prefill.saved, self._shard
-        assert shard is not None
-        at_end = max(saved.kv_bytes_at_end, shard.token_bytes * self._config.layers * self._own)
-        return self._chunks[0].start, self.prefill.layer, msgspec.structs.replace(saved, kv_bytes_at_end=at_end)
+        kv_bytes, activation_bytes, at_end = self.prefill.saved
+        assert self._shard is not None
+        return SpanTaskPaused(
+            id=name,
+            index=index,
+            tokens=self._chunks[0].start,
+            layer=self.prefill.layer,
+            kv_bytes=kv_bytes,
+            activation_bytes=activation_bytes,
+            kv_bytes_at_end=max(at_end, self._shard.token_bytes * self._config.layers * self._own),
+        )
 
     def _place(self, heads: int, tokens: int) -> KvShard:
         """Return slots of the pool for so many heads of a task's tokens.
