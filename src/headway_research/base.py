@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -81,6 +81,14 @@ class ExperimentReport:
                 for p in self.panels
             ],
         }
+
+
+def source(
+    latency: Any, scenario: str, seeds: Sequence[int] = (), window_s: float | None = None, **more: Any
+) -> dict[str, Any]:
+    """Return the `source` of a report. latency: where times come from. seeds: empty where nothing is drawn. window_s:
+    observed seconds; None: to the last request's end. more: what else a reader of the JSON may want."""
+    return {"latency": latency, "scenario": scenario, "seeds": list(seeds), "window_s": window_s, **more}
 
 
 def plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable
 from importlib import import_module
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from headway.core.errors import ConfigError
 from headway_research.base import ExperimentReport, RunOptions
@@ -19,167 +19,96 @@ class ExperimentEntry(NamedTuple):
 
     function: str
     """Module of `headway_research` and function, as module:function; imported when it is chosen."""
+    cost: str
+    """CPU time in full (not `--quick`): `sec`, up to about one minute; `min`, that or more for each seed."""
     title: str
-    cost: Literal["seconds", "minutes"] = "seconds"
-    """CPU time in full (not `--quick`): seconds, up to about one minute; minutes, that or more for each seed."""
 
 
+_TABLE = """
+medha.worked-example  medha.worked_example:run     sec  §4.1: three requests under every policy
+medha.eq1             medha.chunk_intensity:run    sec  Eq. 1: arithmetic intensity of a chunk; 40 tokens fill an H100
+medha.fig1            medha.loads:fig1             min  TTFT as the share of long requests grows from 0 to 5%
+medha.fig3b           medha.chunk_attention:medha  sec  attention time of a 1M prefill by chunk size
+medha.fig4            medha.adaptive_pareto:medha  sec  static against adaptive chunks: TTFT over the worst iteration
+medha.fig5b           medha.spp_against_cp:medha   sec  stream pipeline against context parallelism, 1M tokens
+medha.fig7            medha.kvp_decode:fig7        sec  KV parallelism: decode alone and beside a chunk
+medha.fig9            medha.loads:fig9             min  TTFT over the rate, chats alone and with 5% long requests
+medha.fig10           medha.loads:fig10            min  decode latency over the rate
+medha.fig11           medha.fig11:fig11            min  2D against 3D parallelism: TTFT over the rate, to 2M tokens
+medha.fig12           medha.fig11:fig12            min  2D against 3D parallelism: decode latency at a high rate
+medha.fig13           medha.fig13:run              min  FCFS, EDF, LRS, SRPT, LARS; multi-prefill batching on and off
+medha.fig14           medha.loads:fig14            min  LoongServe with and without a pool for short prompts
+medha.fig15           medha.utilisation:prefill    sec  MFU of prefills, to 128 GPUs
+medha.fig16           medha.utilisation:decode     sec  MBU of decodes with KV parallelism
+medha.fig17           medha.spp_scaling:prefill    sec  prefill scaling to 128 GPUs and 10M tokens; where memory ends
+medha.fig18           medha.spp_scaling:decode     sec  decode latency as stages are added
+medha.fig19           medha.kvp_decode:fig19       sec  KV parallelism in decode-only batches
+medha.fig20           medha.kvp_tradeoff:trade     sec  TTFT against TBT by chunk and KV groups
+medha.deadlines       medha.deadlines:run          min  what hangs on the deadline that the paper leaves open
+medha.headlines       medha.headlines:run          min  5.7× throughput, 5× capacity, 250 ms at chunks of 512
+
+mnemosyne.fig1       medha.spp_scaling:overview       sec  up to 10M tokens on 128 GPUs
+mnemosyne.fig5       medha.mnemosyne_fig5:run         sec  resources for 30 s TTFT and 20 ms TBT
+mnemosyne.fig7       medha.chunk_attention:mnemosyne  sec  attention time of a 1M prefill by chunk size
+mnemosyne.fig8       medha.adaptive_pareto:mnemosyne  sec  static against adaptive chunks; 1.75× at chunks of 32
+mnemosyne.fig13      medha.mnemosyne_fig13:run        sec  tensor parallelism alone against vLLM as contexts grow
+mnemosyne.fig14      medha.spp_against_cp:mnemosyne   sec  striped attention against SPP: latency and preemption
+mnemosyne.fig15      medha.spp_scaling:prefill        sec  prefill scaling to 128 GPUs and 10M tokens
+mnemosyne.fig16      medha.spp_scaling:decode         sec  decode latency as stages are added
+mnemosyne.fig17      medha.kvp_decode:fig17           sec  KV parallelism in decode
+mnemosyne.fig18      medha.kvp_tradeoff:trade         sec  TTFT against TBT by chunk and KV groups
+mnemosyne.fig19      medha.kvp_tradeoff:timeline      sec  KV groups join as a prefill grows
+mnemosyne.fig22      medha.mnemosyne_fig22:run        sec  decodes beside a chunk: batch time
+mnemosyne.headlines  medha.mnemosyne_headlines:run    sec  1.75×, 30 ms TBT at 10M, 30 s TTFT at 2M
+mnemosyne.amdahl     medha.kvp_decode:amdahl          sec  KV parallelism as Amdahl's law with 4 : 1
+
+tetris.worked-examples  tetris.examples:worked      sec  §2.4's examples from Table 1's cells
+tetris.table1           tetris.examples:table1      sec  Eq. (1) fitted to Table 1
+tetris.fig2             tetris.overheads:fig2       sec  decode latency by TP, and by SP × TP on eight GPUs
+tetris.fig8             tetris.capacity:fig8        min  TTFT over the rate, and how much load each system carries
+tetris.fig9             tetris.capacity:fig9        min  TTFT at the highest load that the best baseline carries
+tetris.fig10            tetris.capacity:fig10       min  throughput at each system's critical rate
+tetris.fig11            tetris.ablation:fig11       min  improvement rates by load, Llama-3 8B
+tetris.fig12            tetris.ablation:fig12       min  improvement rates by load, Llama-3 70B
+tetris.fig13            tetris.ablation:fig13       min  what chunks are worth over single-chunk plans
+tetris.chunking-bound   tetris.chunking_bound:run   sec  how much chunks can gain at all, by Eq. (1)
+tetris.fig14            tetris.overheads:fig14      sec  what cache balancing and transfers add
+tetris.table2           tetris.overheads:table2     sec  planning time up to SP 128
+tetris.loongserve       tetris.capacity:loongserve  min  LoongServe as published beside what Tetris compares with
+tetris.noise            tetris.capacity:noise       min  30% execution noise: anchored and open-loop time lines
+
+combined.tetris  combined.comparison:tetris  min  The ladder and the placements of papers on Tetris's workloads
+combined.azure   combined.comparison:azure   min  the same on PecSched's rewriting of Azure's conversations
+
+packing-prefetch.fig1         accelerator.stage_figures:fig1     sec  compute against HBM bandwidth, what bounds
+packing-prefetch.slo          accelerator.stage_figures:slo      sec  the TBT limits: 16.70 and 19.23 ms
+packing-prefetch.case1        accelerator.stage_figures:case1    sec  speed-ups over prefill and KV tokens (Fig. 5)
+packing-prefetch.case2        accelerator.stage_figures:case2    sec  speed-ups over the prefetch buffer (Fig. 6)
+packing-prefetch.case3        accelerator.service_figures:case3  min  requests a second within the SLO (Fig. 7)
+packing-prefetch.case4        accelerator.service_figures:case4  min  throughput against latency by chunk (Fig. 8)
+packing-prefetch.sensitivity  accelerator.sensitivity:run        min  gains of both over what the paper leaves open
+
+pecsched.fig1       pecsched.motivation:fig1    sec  lengths of Azure's requests
+pecsched.fig2       pecsched.motivation:fig2    min  short requests under FIFO, with and without long ones
+pecsched.fig3       pecsched.motivation:fig3    min  short requests under reservation and under FIFO
+pecsched.table1     pecsched.motivation:table1  min  idle share under reservation and under FIFO
+pecsched.table2     pecsched.motivation:table2  min  long requests that starve under priority
+pecsched.table3     pecsched.motivation:table3  min  preemptions of long prefills without fast SP
+pecsched.fast-sp    pecsched.fast_sp:run        sec  §5.1, §5.3: what a pause keeps; forms of sequence parallelism
+pecsched.fig9       pecsched.overall:fig9       min  queueing of short requests against FIFO, reservation, priority
+pecsched.fig10      pecsched.overall:fig10      min  throughput of short requests
+pecsched.fig11      pecsched.overall:fig11      min  JCT of long requests
+pecsched.fig12      pecsched.overall:fig12      min  queueing of short requests, part by part
+pecsched.fig13      pecsched.overall:fig13      min  throughput of short requests, part by part
+pecsched.fig14      pecsched.overall:fig14      min  JCT of long requests, part by part
+pecsched.table6     pecsched.overall:table6     min  suspensions of long requests, part by part
+pecsched.headlines  pecsched.overall:headlines  min  P99 queueing −92%, throughput +595%, long JCT
+pecsched.table7     pecsched.overhead:table7    min  scheduling time over JCT
+pecsched.fig15      pecsched.overhead:fig15     min  scheduling time to 8,192 GPUs
+"""
 EXPERIMENTS: dict[str, ExperimentEntry] = {
-    "medha.worked-example": ExperimentEntry("medha.worked_example:run", "§4.1: three requests under every policy"),
-    "medha.eq1": ExperimentEntry(
-        "medha.chunk_intensity:run", "Eq. 1: arithmetic intensity of a chunk; 40 tokens saturate an H100"
-    ),
-    "medha.fig1": ExperimentEntry("medha.fig1:run", "TTFT as the share of long requests grows from 0 to 5%", "minutes"),
-    "medha.fig3b": ExperimentEntry("medha.chunk_attention:medha", "attention time of a 1M prefill by chunk size"),
-    "medha.fig4": ExperimentEntry(
-        "medha.adaptive_pareto:medha", "static against adaptive chunks: TTFT over the worst iteration"
-    ),
-    "medha.fig5b": ExperimentEntry(
-        "medha.spp_against_cp:medha", "stream pipeline against context parallelism, 1M tokens"
-    ),
-    "medha.fig7": ExperimentEntry("medha.kvp_decode:fig7", "KV parallelism: decode alone and beside a chunk"),
-    "medha.fig9": ExperimentEntry(
-        "medha.fig9:fig9", "TTFT over the rate, chats alone and with 5% long requests", "minutes"
-    ),
-    "medha.fig10": ExperimentEntry("medha.fig9:fig10", "decode latency over the rate", "minutes"),
-    "medha.fig11": ExperimentEntry(
-        "medha.fig11:fig11", "2D against 3D parallelism: TTFT over the rate, 5% of up to 2M tokens", "minutes"
-    ),
-    "medha.fig12": ExperimentEntry(
-        "medha.fig11:fig12", "2D against 3D parallelism: decode latency at a high rate", "minutes"
-    ),
-    "medha.fig13": ExperimentEntry(
-        "medha.fig13:run", "FCFS, EDF, LRS, SRPT, LARS, with and without multi-prefill batching", "minutes"
-    ),
-    "medha.fig14": ExperimentEntry(
-        "medha.fig14:run", "LoongServe with and without a pool for short prompts", "minutes"
-    ),
-    "medha.fig15": ExperimentEntry("medha.utilisation:prefill", "MFU of prefills, to 128 GPUs"),
-    "medha.fig16": ExperimentEntry("medha.utilisation:decode", "MBU of decodes with KV parallelism"),
-    "medha.fig17": ExperimentEntry(
-        "medha.spp_scaling:prefill", "prefill scaling to 128 GPUs and 10M tokens; what memory does not allow"
-    ),
-    "medha.fig18": ExperimentEntry("medha.spp_scaling:decode", "decode latency as stages are added"),
-    "medha.fig19": ExperimentEntry("medha.kvp_decode:fig19", "KV parallelism in decode-only batches"),
-    "medha.fig20": ExperimentEntry("medha.kvp_tradeoff:trade", "TTFT against TBT by chunk and KV groups"),
-    "medha.deadlines": ExperimentEntry(
-        "medha.deadlines:run", "what hangs on the deadline that the paper leaves open", "minutes"
-    ),
-    "medha.headlines": ExperimentEntry(
-        "medha.headlines:run", "5.7× throughput, 5× capacity, 250 ms at chunks of 512", "minutes"
-    ),
-    "mnemosyne.fig1": ExperimentEntry("medha.spp_scaling:overview", "up to 10M tokens on 128 GPUs"),
-    "mnemosyne.fig5": ExperimentEntry("medha.mnemosyne_fig5:run", "resources for 30 s TTFT and 20 ms TBT"),
-    "mnemosyne.fig7": ExperimentEntry(
-        "medha.chunk_attention:mnemosyne", "attention time of a 1M prefill by chunk size"
-    ),
-    "mnemosyne.fig8": ExperimentEntry(
-        "medha.adaptive_pareto:mnemosyne", "static against adaptive chunks; 1.75× at chunks of 32"
-    ),
-    "mnemosyne.fig13": ExperimentEntry(
-        "medha.mnemosyne_fig13:run", "tensor parallelism alone against vLLM as contexts grow"
-    ),
-    "mnemosyne.fig14": ExperimentEntry(
-        "medha.spp_against_cp:mnemosyne", "striped attention against SPP: latency and preemption"
-    ),
-    "mnemosyne.fig15": ExperimentEntry("medha.spp_scaling:prefill", "prefill scaling to 128 GPUs and 10M tokens"),
-    "mnemosyne.fig16": ExperimentEntry("medha.spp_scaling:decode", "decode latency as stages are added"),
-    "mnemosyne.fig17": ExperimentEntry("medha.kvp_decode:fig17", "KV parallelism in decode"),
-    "mnemosyne.fig18": ExperimentEntry("medha.kvp_tradeoff:trade", "TTFT against TBT by chunk and KV groups"),
-    "mnemosyne.fig19": ExperimentEntry("medha.kvp_tradeoff:timeline", "KV groups join as a prefill grows"),
-    "mnemosyne.fig22": ExperimentEntry("medha.mnemosyne_fig22:run", "decodes beside a chunk: batch time"),
-    "mnemosyne.headlines": ExperimentEntry("medha.mnemosyne_headlines:run", "1.75×, 30 ms TBT at 10M, 30 s TTFT at 2M"),
-    "mnemosyne.amdahl": ExperimentEntry("medha.kvp_decode:amdahl", "KV parallelism as Amdahl's law with 4 : 1"),
-    "tetris.worked-examples": ExperimentEntry("tetris.examples:worked", "§2.4's examples from Table 1's cells"),
-    "tetris.table1": ExperimentEntry("tetris.examples:table1", "Eq. (1) fitted to Table 1"),
-    "tetris.fig2": ExperimentEntry("tetris.overheads:fig2", "decode latency by TP, and by SP × TP on eight GPUs"),
-    "tetris.fig8": ExperimentEntry(
-        "tetris.capacity:fig8", "TTFT over the rate, and how much load each system carries", "minutes"
-    ),
-    "tetris.fig9": ExperimentEntry(
-        "tetris.capacity:fig9", "TTFT at the highest load that the best baseline carries", "minutes"
-    ),
-    "tetris.fig10": ExperimentEntry("tetris.capacity:fig10", "throughput at each system's critical rate", "minutes"),
-    "tetris.fig11": ExperimentEntry("tetris.ablation:fig11", "improvement rates by load, Llama-3 8B", "minutes"),
-    "tetris.fig12": ExperimentEntry("tetris.ablation:fig12", "improvement rates by load, Llama-3 70B", "minutes"),
-    "tetris.fig13": ExperimentEntry(
-        "tetris.ablation:fig13", "what chunks are worth over single-chunk plans", "minutes"
-    ),
-    "tetris.chunking-bound": ExperimentEntry(
-        "tetris.chunking_bound:run", "how much chunks can gain at all, by Eq. (1)"
-    ),
-    "tetris.fig14": ExperimentEntry("tetris.overheads:fig14", "what cache balancing and transfers add"),
-    "tetris.table2": ExperimentEntry("tetris.overheads:table2", "planning time up to SP 128"),
-    "tetris.loongserve": ExperimentEntry(
-        "tetris.capacity:loongserve", "LoongServe as published beside what Tetris compares with", "minutes"
-    ),
-    "tetris.noise": ExperimentEntry(
-        "tetris.capacity:noise", "30% execution noise: anchored and open-loop time lines", "minutes"
-    ),
-    "combined.tetris": ExperimentEntry(
-        "combined.comparison:tetris",
-        "The ladder and the placements of papers on Tetris's workloads",
-        "minutes",
-    ),
-    "combined.azure": ExperimentEntry(
-        "combined.comparison:azure", "the same on PecSched's rewriting of Azure's conversations", "minutes"
-    ),
-    "packing-prefetch.fig1": ExperimentEntry(
-        "accelerator.stage_figures:fig1", "compute against HBM bandwidth, and what is bound by which"
-    ),
-    "packing-prefetch.slo": ExperimentEntry("accelerator.stage_figures:slo", "the TBT limits: 16.70 and 19.23 ms"),
-    "packing-prefetch.case1": ExperimentEntry(
-        "accelerator.stage_figures:case1", "speed-ups over prefill and KV tokens (Fig. 5)"
-    ),
-    "packing-prefetch.case2": ExperimentEntry(
-        "accelerator.stage_figures:case2", "speed-ups over the prefetch buffer (Fig. 6)"
-    ),
-    "packing-prefetch.case3": ExperimentEntry(
-        "accelerator.service_figures:case3", "requests a second within the SLO (Fig. 7)", "minutes"
-    ),
-    "packing-prefetch.case4": ExperimentEntry(
-        "accelerator.service_figures:case4", "throughput against latency by chunk (Fig. 8)", "minutes"
-    ),
-    "packing-prefetch.sensitivity": ExperimentEntry(
-        "accelerator.sensitivity:run", "gains of both over what the paper leaves open", "minutes"
-    ),
-    "pecsched.fig1": ExperimentEntry("pecsched.motivation:fig1", "lengths of Azure's requests"),
-    "pecsched.fig2": ExperimentEntry(
-        "pecsched.motivation:fig2", "short requests under FIFO, with and without long ones", "minutes"
-    ),
-    "pecsched.fig3": ExperimentEntry(
-        "pecsched.motivation:fig3", "short requests under reservation and under FIFO", "minutes"
-    ),
-    "pecsched.table1": ExperimentEntry(
-        "pecsched.motivation:table1", "idle share under reservation and under FIFO", "minutes"
-    ),
-    "pecsched.table2": ExperimentEntry(
-        "pecsched.motivation:table2", "long requests that starve under priority", "minutes"
-    ),
-    "pecsched.table3": ExperimentEntry(
-        "pecsched.motivation:table3", "preemptions of long prefills without fast SP", "minutes"
-    ),
-    "pecsched.fast-sp": ExperimentEntry(
-        "pecsched.fast_sp:run", "§5.1, §5.3: what a pause keeps; forms of sequence parallelism"
-    ),
-    "pecsched.fig9": ExperimentEntry(
-        "pecsched.overall:fig9", "queueing of short requests against FIFO, reservation, priority", "minutes"
-    ),
-    "pecsched.fig10": ExperimentEntry("pecsched.overall:fig10", "throughput of short requests", "minutes"),
-    "pecsched.fig11": ExperimentEntry("pecsched.overall:fig11", "JCT of long requests", "minutes"),
-    "pecsched.fig12": ExperimentEntry("pecsched.overall:fig12", "queueing of short requests, part by part", "minutes"),
-    "pecsched.fig13": ExperimentEntry(
-        "pecsched.overall:fig13", "throughput of short requests, part by part", "minutes"
-    ),
-    "pecsched.fig14": ExperimentEntry("pecsched.overall:fig14", "JCT of long requests, part by part", "minutes"),
-    "pecsched.table6": ExperimentEntry(
-        "pecsched.overall:table6", "suspensions of long requests, part by part", "minutes"
-    ),
-    "pecsched.headlines": ExperimentEntry(
-        "pecsched.overall:headlines", "P99 queueing −92%, throughput +595%, long JCT", "minutes"
-    ),
-    "pecsched.table7": ExperimentEntry("pecsched.overhead:table7", "scheduling time over JCT", "minutes"),
-    "pecsched.fig15": ExperimentEntry("pecsched.overhead:fig15", "scheduling time to 8,192 GPUs", "minutes"),
+    name: ExperimentEntry(function, cost, title)
+    for name, function, cost, title in (line.split(maxsplit=3) for line in _TABLE.split("\n") if line)
 }
 
 

@@ -28,7 +28,7 @@ TIMED = {"tetris.table2", "pecsched.table7", "pecsched.fig15"}
 """By the machine's clock: no two runs are alike."""
 SIMULATED = {"medha.fig7", "medha.fig19", "medha.fig20", "mnemosyne.fig17", "mnemosyne.fig18", "mnemosyne.fig19"}
 """Of those that take seconds; `make test-long` has them."""
-SHORT = [name for name, entry in EXPERIMENTS.items() if entry.cost == "seconds" and name not in TIMED]
+SHORT = [name for name, entry in EXPERIMENTS.items() if entry.cost == "sec" and name not in TIMED]
 
 
 def test_every_failing_row_has_one_cause_and_no_cause_is_stale() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from headway.sim.report.page import ReportChart
 from headway_research.base import MODES, ExperimentReport, Mode, RunOptions
-from headway_research.medha.setting import LONG_SHARE, POLICY_SETTING, SEEDS, MedhaSetting, MedhaStudy, scenario
+from headway_research.medha.setting import LONG_SHARE, POLICY_SETTING, At, MedhaSetting, MedhaStudy, scenario
 from headway_research.verdicts import ascending, both, judge, only, order
 
 QPS, WINDOW_S = 0.75, 900.0
@@ -48,11 +48,11 @@ SETTING = MedhaSetting(
 
 def run(options: RunOptions) -> ExperimentReport:
     """See the module."""
-    runs = MedhaStudy(options, SETTING, SEEDS[:1])
+    runs = MedhaStudy(options, SETTING)
     runs.ensure([(system, mode) for system in SETTING.systems for mode in MODES], [QPS], [LONG_SHARE])
 
     def gains(mode: Mode) -> dict[str, float]:
-        found = {d: runs.ratio(f"LARS, {d}", f"Medha, {d}", mode, QPS) for d in DEADLINES}
+        found = {d: runs.ratio(At(f"LARS, {d}", QPS), At(f"Medha, {d}", QPS), mode) for d in DEADLINES}
         return {deadline: gain for deadline, gain in found.items() if gain is not None}
 
     rows = (

@@ -17,7 +17,7 @@ from typing import Any
 
 from headway.sim.report.page import ReportChart
 from headway_research.base import MODES, ExperimentReport, Mode, RunOptions
-from headway_research.medha.setting import LONG_SHARE, SEEDS, MedhaSetting, MedhaStudy
+from headway_research.medha.setting import LONG_SHARE, At, MedhaSetting, MedhaStudy
 from headway_research.verdicts import at_least, band, order
 
 SYSTEMS: dict[str, dict[str, Any]] = {
@@ -69,7 +69,7 @@ SETTING = MedhaSetting(
 
 
 def _runs(options: RunOptions) -> MedhaStudy:
-    runs = MedhaStudy(options, SETTING, SEEDS[:1])
+    runs = MedhaStudy(options, SETTING)
     runs.ensure([(system, mode) for system in SYSTEMS for mode in MODES], runs.qps, [LONG_SHARE])
     return runs
 
@@ -78,11 +78,8 @@ def fig11(options: RunOptions) -> ExperimentReport:
     """Reproduce Medha Fig. 11: TTFT of both layouts."""
     runs = _runs(options)
 
-    def deep_over_flat(metric: str, cut: str, qps: float, mode: Mode) -> float | None:
-        return runs.ratio("3D", "2D", mode, qps, cut, metric)
-
     def longs(mode: Mode) -> float:
-        flat, deep = (sum(m.longs_done or 0.0 for m in runs.results(s, mode, runs.qps[-1])) for s in ("2D", "3D"))
+        flat, deep = (sum(m.longs_done or 0.0 for m in runs.results(At(s, runs.qps[-1]), mode)) for s in SYSTEMS)
         return deep / max(flat, 1e-9)
 
     rows = [
@@ -90,7 +87,7 @@ def fig11(options: RunOptions) -> ExperimentReport:
             f"{qps:g} QPS: {name} TTFT of 3D over 2D",
             "nearly identical" if qps < 1 else "similar median",
             band(0.8, 1.25) if qps < 1 else band(0.67, 1.5),
-            partial(deep_over_flat, "ttft_s", cut, qps),
+            partial(runs.ratio, At("3D", qps), At("2D", qps), cut=cut),
         )
         for qps in runs.qps
         for cut, name in (("p50", "median"), ("p90", "P90"))
@@ -111,57 +108,51 @@ def fig11(options: RunOptions) -> ExperimentReport:
 def fig12(options: RunOptions) -> ExperimentReport:
     """Reproduce Medha Fig. 12: decode latency of both layouts."""
     runs = _runs(options)
-
-    def flat_over_deep(metric: str, cut: str, mode: Mode) -> float | None:
-        return runs.ratio("2D", "3D", mode, runs.qps[-1], cut, metric)
+    top = runs.qps[-1]
+    flat_over_deep = partial(runs.ratio, At("2D", top), At("3D", top))
 
     def over_bound(mode: Mode) -> dict[str, float]:
-        worst = {s: runs.value(s, mode, runs.qps[-1], "max_tbt_s", "p99") or 0.0 for s in SYSTEMS}
+        worst = {s: runs.value(At(s, top), mode, "max_tbt_s", "p99") or 0.0 for s in SYSTEMS}
         return {s: value / ((SYSTEMS[s]["stages"] + 1) * stage_target_s(s, mode)) for s, value in worst.items()}
 
     note = (
         "Adaptive chunks fill whatever time an iteration has: under one stage target (paper mode) 2D's tokens pass "
         "twice the stages; under one TBT (default mode) both reach it and KV groups gain prefill speed instead."
     )
-    rows = [
+    rows = (
+        *(
+            runs.judge(
+                f"{top:g} QPS: {name} of TPOT, 2D over 3D",
+                "over 2×",
+                at_least(2.0),
+                partial(flat_over_deep, metric="tpot_s", cut=cut),
+                note,
+            )
+            for cut, name in (("p50", "median"), ("p90", "P90"))
+        ),
         runs.judge(
-            f"{runs.qps[-1]:g} QPS: {name} of TPOT, 2D over 3D",
-            "over 2×",
-            at_least(2.0),
-            partial(flat_over_deep, "tpot_s", cut),
-            note,
-        )
-        for cut, name in (("p50", "median"), ("p90", "P90"))
-    ]
-    rows.append(
-        runs.judge(
-            f"{runs.qps[-1]:g} QPS: worst gap, P99 of requests, 2D over 3D",
+            f"{top:g} QPS: worst gap, P99 of requests, 2D over 3D",
             "2× better decode performance",
             at_least(1.0),
-            partial(flat_over_deep, "max_tbt_s", "p99"),
-        )
-    )
-    rows.append(
+            partial(flat_over_deep, metric="max_tbt_s", cut="p99"),
+        ),
         runs.judge(
-            f"{runs.qps[-1]:g} QPS: worst gap, P99 of requests, seconds, over (stages + 1) × a stage's target",
+            f"{top:g} QPS: worst gap, P99 of requests, seconds, over (stages + 1) × a stage's target",
             None,
             order("at most 1.1 for both", lambda found: all(value <= 1.1 for value in found.values())),
             over_bound,
             "Headway's own bound; links, exchanges between groups and predictions take up to 10%.",
-        )
+        ),
     )
-    return ExperimentReport(source=runs.source(), rows=tuple(rows), panels=_panels(runs, "tpot_s", "TPOT"))
+    return ExperimentReport(source=runs.source(), rows=rows, panels=_panels(runs, "tpot_s", "TPOT"))
 
 
 def _panels(runs: MedhaStudy, metric: str, title: str) -> tuple[ReportChart, ...]:
     return tuple(
-        ReportChart(
-            title=f"{title}, {mode} mode",
-            x="QPS",
-            y="seconds",
-            log_y=True,
-            lines={
-                f"{system} {cut}": [(qps, runs.value(system, mode, qps, metric, cut) or 0.0) for qps in runs.qps]
+        runs.chart(
+            f"{title}, {mode} mode",
+            {
+                f"{system} {cut}": [(qps, runs.value(At(system, qps), mode, metric, cut)) for qps in runs.qps]
                 for system in SYSTEMS
                 for cut in ("p50", "p90")
             },

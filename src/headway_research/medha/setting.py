@@ -31,11 +31,12 @@ from typing import Any, NamedTuple
 from headway.sim import metrics
 from headway.sim.build import run_scenario
 from headway.sim.metrics import percentiles
+from headway.sim.report.page import ReportChart
 from headway.sim.result import SimResult
 from headway.sim.scenario import parse_scenario
-from headway_research.base import MODES, ClaimRow, Mode, RunOptions
+from headway_research.base import MODES, ClaimRow, Mode, RunOptions, source
 from headway_research.cache import SimulationCache
-from headway_research.verdicts import VerdictRule, both, judge
+from headway_research.verdicts import VerdictRule, judge
 
 WINDOW_S = 1800.0
 QUICK_WINDOW_S = 15.0
@@ -82,6 +83,14 @@ def stage_target_s(mode: Mode) -> float:
     Paper mode divides by the stages, as Medha §4.2 does; default mode by the stages + 1 (see the module).
     """
     return TBT_S / (STAGES if mode == "paper" else STAGES + 1)
+
+
+class At(NamedTuple):
+    """A system at a rate, with a share of long requests."""
+
+    system: str
+    qps: float
+    share: float = LONG_SHARE
 
 
 class MedhaPoint(NamedTuple):
@@ -249,10 +258,10 @@ RESULTS: SimulationCache[MedhaPoint, MedhaResult] = SimulationCache()
 
 
 class MedhaStudy:
-    """The points of a figure, by (system, mode, qps, share) and seed; all figures of a process share results."""
+    """The points of a figure, by system, rate, share, mode and seed; all figures of a process share results."""
 
     def __init__(
-        self, options: RunOptions, setting: MedhaSetting = POLICY_SETTING, seeds: tuple[int, ...] = SEEDS
+        self, options: RunOptions, setting: MedhaSetting = POLICY_SETTING, seeds: tuple[int, ...] = SEEDS[:1]
     ) -> None:
         """seeds: where the options name none."""
         self.setting = setting
@@ -260,12 +269,16 @@ class MedhaStudy:
         self.seeds = options.seeds or (seeds[:1] if options.quick else seeds)
         self.qps = (QPS[0], QPS[2]) if options.quick else QPS
         self._options = options
-        self._all = self.seeds
+
+    @property
+    def first_seed(self) -> MedhaStudy:
+        """The same study with the first seed only, for systems that are slow to simulate."""
+        return MedhaStudy(replace(self._options, seeds=self.seeds[:1]), self.setting)
 
     def ensure(self, systems: Iterable[tuple[str, Mode]], qps: Iterable[float], shares: Iterable[float]) -> None:
         """Simulate the points that have no result yet, in `jobs` processes."""
         points = (
-            self._point(system, mode, rate, share, seed)
+            self._point(At(system, rate, share), mode, seed)
             for system, mode in systems
             for rate in qps
             for share in shares
@@ -273,74 +286,76 @@ class MedhaStudy:
         )
         RESULTS.ensure(points, partial(run_point, self.setting), self._options.jobs, self._options.on_progress)
 
-    def _point(self, system: str, mode: Mode, qps: float, share: float, seed: int) -> MedhaPoint:
+    def _point(self, at: At, mode: Mode, seed: int) -> MedhaPoint:
         """Return the cache key of a point. Chunks of a fixed size do not depend on the mode, so one run serves both."""
-        by_time = "chunking" not in self.setting.systems[system]
-        return MedhaPoint(self.setting.name, system, mode if by_time else "default", qps, share, self.window_s, seed)
+        by_time = "chunking" not in self.setting.systems[at.system]
+        own: Mode = mode if by_time else "default"
+        return MedhaPoint(self.setting.name, at.system, own, at.qps, at.share, self.window_s, seed)
 
-    def results(self, system: str, mode: Mode, qps: float, share: float = LONG_SHARE) -> list[MedhaResult]:
+    def results(self, at: At, mode: Mode) -> list[MedhaResult]:
         """Return the results of a point, one for each seed, in order."""
-        return [RESULTS[self._point(system, mode, qps, share, seed)] for seed in self.seeds]
+        return [RESULTS[self._point(at, mode, seed)] for seed in self.seeds]
 
-    def value(
-        self, system: str, mode: Mode, qps: float, metric: str, cut: str, share: float = LONG_SHARE
-    ) -> float | None:
+    def value(self, at: At, mode: Mode, metric: str = "ttft_s", cut: str = "p50") -> float | None:
         """Return the median over seeds of a percentile; None where no request has it."""
-        found = [getattr(m, metric)[cut] for m in self.results(system, mode, qps, share)]
+        found = [getattr(m, metric)[cut] for m in self.results(at, mode)]
         found = [value for value in found if value is not None]
         return float(median(found)) if found else None
 
-    def spread(self, find: Callable[[Mode], Any]) -> str:
-        """Return the range of `find` over single seeds in each mode, as a sentence; empty for one seed."""
-        if len(self._all) == 1:
-            return ""
-        parts = []
-        for mode in MODES:
-            found = []
-            for seed in self._all:
-                # `find` reads `self.seeds` through `value` and `ratio`
-                self.seeds = (seed,)
-                try:
-                    found.append(find(mode))
-                finally:
-                    self.seeds = self._all
-            parts.append(f"{mode} mode {_ends(found)}")
-        return f"Over seeds {', '.join(map(str, self._all))}: {'; '.join(parts)}."
+    def ratio(self, over: At, under: At, mode: Mode, metric: str = "ttft_s", cut: str = "p50") -> float | None:
+        """Return the value of one point over that of another; None where either has none, or the other's is 0."""
+        top, bottom = (self.value(at, mode, metric, cut) for at in (over, under))
+        return top / bottom if top is not None and bottom else None
 
     def judge(
         self,
         claim: str,
         paper: Any,
         check: VerdictRule,
-        find: Callable[[Mode], Any],
+        find: Callable[..., Any],
         note: str = "",
         *,
         approximate: bool = False,
     ) -> ClaimRow:
-        """Return `verdicts.judge` of the value of `find` over all seeds, with its range over single seeds in `why`."""
-        why = " ".join(part for part in (self.spread(find), note) if part)
-        return judge(claim, paper, check, both(find), why, approximate=approximate)
+        """Return `verdicts.judge` of the value of `find`, which takes a mode, with its range over single seeds in
+        `why`."""
+        ours: dict[Mode, Any] = {mode: find(mode=mode) for mode in MODES}
+        why = " ".join(part for part in (self._spread(find), note) if part)
+        return judge(claim, paper, check, ours, why, approximate=approximate)
 
-    def ratio(
-        self, over: str, under: str, mode: Mode, qps: float, cut: str = "p50", metric: str = "ttft_s"
-    ) -> float | None:
-        """Return the median over seeds of the ratio at the same seed: both systems had the same requests."""
-        pairs = zip(self.results(over, mode, qps), self.results(under, mode, qps), strict=True)
-        found = [getattr(a, metric)[cut] / getattr(b, metric)[cut] for a, b in pairs if getattr(b, metric)[cut]]
-        return float(median(found)) if found else None
+    def _spread(self, find: Callable[..., Any]) -> str:
+        """Return the range of `find` over single seeds in each mode, as a sentence; empty for one seed."""
+        if len(self.seeds) == 1:
+            return ""
+        every, found = self.seeds, []
+        try:
+            for seed in every:
+                # `find` reads the seeds through `results`
+                self.seeds = (seed,)
+                found.append({mode: find(mode=mode) for mode in MODES})
+        finally:
+            self.seeds = every
+        parts = (f"{mode} mode {_ends([one[mode] for one in found])}" for mode in MODES)
+        return f"Over seeds {', '.join(map(str, every))}: {'; '.join(parts)}."
+
+    def chart(
+        self,
+        title: str,
+        lines: Mapping[str, Iterable[tuple[float, float | None]]],
+        x: str = "QPS",
+        y: str = "seconds",
+        log_y: bool = True,
+    ) -> ReportChart:
+        """Return a panel; a point without a value is drawn at 0."""
+        drawn = {label: [(at, value or 0.0) for at, value in line] for label, line in lines.items()}
+        return ReportChart(title=title, x=x, y=y, log_y=log_y, lines=drawn)
 
     def source(self, **more: Any) -> dict[str, Any]:
         """Return the `source` of a report."""
-        return {
-            "latency": self.setting.latency,
-            "scenario": self.setting.description,
-            "seeds": list(self.seeds),
-            "window_s": self.window_s,
-            "as_scenario_file": self.setting.make(
-                self.setting.shown, "default", self.qps[-1], LONG_SHARE, self.window_s
-            ),
-            **more,
-        }
+        shown = self.setting.make(self.setting.shown, "default", self.qps[-1], LONG_SHARE, self.window_s)
+        return source(
+            self.setting.latency, self.setting.description, self.seeds, self.window_s, as_scenario_file=shown, **more
+        )
 
 
 def _ends(found: list[Any]) -> str:
