@@ -124,16 +124,18 @@ def judge(
     claim: str,
     paper: Any,
     check: VerdictRule,
-    ours: Mapping[Mode, Any],
+    ours: Mapping[Mode, Any] | Callable[[Mode], Any],
     note: str = "",
     *,
     approximate: bool = False,
 ) -> ClaimRow:
     """Return the row of a claim. The verdict and `why` say which modes the rule holds in.
 
-    paper: None for a check of our own. ours: the value in each mode. approximate: the value rests on an approximation,
-    so the verdict is at most `illustrative`. Raises InvariantError for a rule that these values cannot miss.
+    paper: None for a check of our own. ours: the value in each mode, or its function of a mode. approximate: the value
+    rests on an approximation, so the verdict is at most `illustrative`. Raises InvariantError for a rule that these
+    values cannot miss.
     """
+    ours = both(ours) if callable(ours) else ours
     for value in ours.values():
         if value and not check.can_miss(value):
             raise InvariantError(f"no value can miss the rule of {claim!r}: {check.words}")

@@ -8,16 +8,16 @@ from headway.policy.iteration.config import SchedulerConfig
 from headway.sim import InstanceSpec, StageLink, simulate
 from headway.sim.workload import TraceRequest
 from headway_research.medha.arithmetic import adaptive_prefill, machine, static_prefill
+from headway_research.medha.counts import gpus_for, most_tokens
 from headway_research.medha.kvp_decode import speedup
-from headway_research.medha.mnemosyne_fig5 import gpus_for, most_tokens
-from headway_research.medha.spp_scaling import fits
+from headway_research.medha.pipelines import fits
 from headway_research.medha.worked_example import BY_HAND, QUANTUM_S, finish_times
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("chunking", ["static:2048", "adaptive"])
 def test_a_lone_prefill_takes_as_long_as_in_the_simulator(stages: int, chunking: str) -> None:
-    m = machine("h100", "llama-3-8b", 8, stages, "default")
+    m = machine("llama-3-8b", stages, "default")
     prompt = 100_000
     config = SchedulerConfig.named(
         "paper", policy="fcfs", chunking=chunking, stages=stages, t_target_s=0.02, max_num_batched_tokens=16_384
@@ -31,7 +31,7 @@ def test_a_lone_prefill_takes_as_long_as_in_the_simulator(stages: int, chunking:
 
 
 def test_sampling_equal_chunks_does_not_change_a_prefill() -> None:
-    m = machine("h100", "llama-3-8b", 8, 1, "default")
+    m = machine("llama-3-8b", 1, "default")
     whole = sum(m.chunk_s(past, 64) for past in range(0, 64_000, 64))
     assert static_prefill(m, 64_000, 64).ttft_s == pytest.approx(whole, rel=2e-3)
 

@@ -14,7 +14,7 @@ the measured history, split over the device only beyond it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -27,7 +27,8 @@ from headway.perf.latency.base import BatchLoad, Seconds, solve_tokens
 from headway.perf.latency.device_fit import EngineAssumptions
 from headway.perf.latency.fitted import fitted_source
 from headway.perf.latency.table import TableLatency, TableSource
-from headway_research.base import MODES, Mode
+from headway.sim.report.page import ReportChart
+from headway_research.base import ClaimRow, ExperimentReport, Mode, source
 
 FA3_FLOPS, FA2_FLOPS = 628e12, 370e12
 """FLOP/s of attention over long histories on an H100: as the profiles have it, and of the papers' kernel."""
@@ -116,25 +117,25 @@ class LonePrefill:
 
 
 @cache
-def machine(device: str, name: str, tp: int, stages: int, mode: Mode) -> InstanceModel:
-    """Return the model of an instance by the names of device and model; the latency fit is compiled once."""
+def machine(name: str, stages: int, mode: Mode, tp: int = 8) -> InstanceModel:
+    """Return an instance of H100s by the name of its model; the latency fit is compiled once."""
     layout = ParallelLayout(tp=tp, stages=stages)
     assumptions = EngineAssumptions(engine="headway", split_kv="always" if mode == "paper" else "beyond")
-    source = fitted_source(device, name, layout, stages - 1, assumptions=assumptions)
-    if mode == "paper" and accelerator(device).kernels == "h100-80gb":
-        source = _slower(source, FA3_FLOPS / FA2_FLOPS)
-    return InstanceModel(accelerator(device), model(name), layout, TableLatency(source))
+    table = fitted_source("h100", name, layout, stages - 1, assumptions=assumptions)
+    if mode == "paper":
+        table = _slower(table, FA3_FLOPS / FA2_FLOPS)
+    return InstanceModel(accelerator("h100"), model(name), layout, TableLatency(table))
 
 
-def _slower(source: TableSource, times: float) -> TableSource:
+def _slower(table: TableSource, times: float) -> TableSource:
     """Return a table whose attention of chunks, over themselves and their histories, takes `times` as long."""
 
     def scaled(rows: Sequence[tuple[int, float, float]]) -> tuple[tuple[int, float, float], ...]:
         return tuple((tokens, own * times, over * times) for tokens, own, over in rows)
 
-    past = source.past and msgspec.structs.replace(source.past, chunks=scaled(source.past.chunks))
+    past = table.past and msgspec.structs.replace(table.past, chunks=scaled(table.past.chunks))
     return msgspec.structs.replace(
-        source, fingerprint=f"{source.fingerprint}|attention ×{times:.2f}", chunks=scaled(source.chunks), past=past
+        table, fingerprint=f"{table.fingerprint}|attention ×{times:.2f}", chunks=scaled(table.chunks), past=past
     )
 
 
@@ -183,26 +184,23 @@ def prefill_flops(shape: ModelShape, prompt: int) -> float:
     return shape.linear_flops(prompt) + shape.attention_flops(prompt, 0)
 
 
-def latency_source(*machines: InstanceModel, scenario: str) -> dict[str, Any]:
-    """Return the `source` of a report whose times come from this module."""
-    unique = {m.latency.source.fingerprint: m for m in machines}
-    return {
-        "latency": [
-            {
-                "of": name,
-                "status": m.latency.source.status,
-                "families": m.latency.source.details.get("families", {}),
-                "validated_history": m.latency.source.validated_past,
-                "provenance": m.latency.source.provenance,
-            }
-            for name, m in unique.items()
-        ],
-        "scenario": scenario,
-        "modes": "paper: attention at the rate of FlashAttention-2, KV split over the device always; default: "
-        "FlashAttention-3, as profiled, KV split beyond the measured history",
-        "seeds": [],
-        "window_s": None,
-    }
-
-
-__all__ = ["MODES", "InstanceModel", "LonePrefill", "adaptive_prefill", "latency_source", "machine", "static_prefill"]
+def lone_report(
+    scenario: str, machines: Iterable[InstanceModel], rows: Iterable[ClaimRow], *panels: ReportChart, **more: Any
+) -> ExperimentReport:
+    """Return a report whose times come from this module. more: of its `source`."""
+    unique = {m.latency.source.fingerprint: m.latency.source for m in machines}
+    latency = [
+        {
+            "of": name,
+            "status": each.status,
+            "families": each.details.get("families", {}),
+            "validated_history": each.validated_past,
+            "provenance": each.provenance,
+        }
+        for name, each in unique.items()
+    ]
+    modes = (
+        "paper: attention at the rate of FlashAttention-2, KV split over the device always; default: FlashAttention-3, "
+        "as profiled, KV split beyond the measured history"
+    )
+    return ExperimentReport(source=source(latency, scenario, modes=modes, **more), rows=tuple(rows), panels=panels)

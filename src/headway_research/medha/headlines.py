@@ -125,10 +125,10 @@ def run(options: RunOptions) -> ExperimentReport:
 
 def iteration_s(mode: Mode) -> float:
     """Return the seconds of an iteration with a chunk of 512 over 1M tokens, Llama-3 8B on 8 H100s."""
-    return machine("h100", "llama-3-8b", 8, 1, mode).chunk_s(HISTORY, CHUNK)
+    return machine("llama-3-8b", 1, mode).chunk_s(HISTORY, CHUNK)
 
 
 def implied_share() -> float:
     """Return the share of peak at which attention alone takes 250 ms."""
-    m = machine("h100", "llama-3-8b", 8, 1, "paper")
+    m = machine("llama-3-8b", 1, "paper")
     return m.shape.attention_flops(CHUNK, HISTORY) / 8 / 0.25 / m.device.flops

@@ -14,14 +14,13 @@ other figures of Fig. 17 are then predictions. Default mode has the fit alone.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from headway.perf.hardware import accelerator, model
 from headway.sim.report.page import ReportChart
 from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, RunOptions
-from headway_research.medha.arithmetic import latency_source, machine
+from headway_research.medha.arithmetic import lone_report, machine
 from headway_research.medha.kvp_served import PREFILL_CHUNK, TOKENS, scenario, served, served_tbt_s
-from headway_research.verdicts import at_least, band, both, descending, exact, judge, judge_same
+from headway_research.verdicts import at_least, band, descending, exact, judge, judge_same
 
 GROUPS = (1, 2, 4)
 CONTEXTS = (4_000_000, 10_000_000)
@@ -46,7 +45,7 @@ def implied() -> tuple[float, float]:
 
 def engine_s() -> float:
     """Return what the paper's engine spends on a token beside what the fit has, in seconds."""
-    m = machine("h100", "llama-3-8b", 8, STAGES["llama-3-8b"], "default")
+    m = machine("llama-3-8b", STAGES["llama-3-8b"], "default")
     return implied()[1] - (m.tbt_s(10_000_000) - m.stages * m.latency.decode_s(1, 10_000_000))
 
 
@@ -65,7 +64,7 @@ def _two_at_10m() -> ClaimRow:
         "8B, 10M tokens: two KV groups take so much off the TBT",
         "almost 40%",
         band(0.33, 0.45),
-        both(partial(saved, "llama-3-8b", 10_000_000, 2)),
+        partial(saved, "llama-3-8b", 10_000_000, 2),
         f"The pair that paper mode's engine is fitted to. {WHY}",
     )
 
@@ -109,7 +108,7 @@ def _rate(groups: int) -> ClaimRow:
         f"8B, 10M tokens, {groups} KV groups: tokens a second",
         "~30",
         at_least(27.0),
-        both(lambda mode: 1.0 / tbt_s("llama-3-8b", 10_000_000, groups, mode)),
+        lambda mode: 1.0 / tbt_s("llama-3-8b", 10_000_000, groups, mode),
         f"One-sided: faster also holds. {WHY}",
     )
 
@@ -118,7 +117,7 @@ def _equation() -> ClaimRow:
     """Compare the simulated TBT with Mnemosyne's Eq. 9."""
 
     def furthest(mode: Mode) -> float:
-        m = machine("h100", "llama-3-8b", 8, STAGES["llama-3-8b"], mode)
+        m = machine("llama-3-8b", STAGES["llama-3-8b"], mode)
         off = [
             served_tbt_s("llama-3-8b", m.stages, context, k, mode) / m.tbt_s(context, groups=k)
             for context in CONTEXTS
@@ -130,7 +129,7 @@ def _equation() -> ClaimRow:
         "8B, 4M and 10M tokens, 1 to 4 KV groups: TBT as served over Mnemosyne's Eq. 9, the furthest",
         None,
         band(0.95, 1.05),
-        both(furthest),
+        furthest,
         "Headway's own check: the exchange between groups and the tokens of the last shard are what differs.",
     )
 
@@ -142,14 +141,13 @@ def _report(rows: list[ClaimRow], *more: ReportChart) -> ExperimentReport:
         for context in CONTEXTS
     }
     panel = ReportChart(title="Decode alone, paper mode", x="KV groups", y="TBT, s", lines=lines)
-    machines = [machine("h100", name, 8, stages, mode) for name, stages in STAGES.items() for mode in MODES]
+    machines = [machine(name, stages, mode) for name, stages in STAGES.items() for mode in MODES]
     setting = (
         "one request, simulated: prefill, then decode; TP8, 4 stages (8B) or 8 (70B), H100, equal shards, KV groups "
         "between nodes"
     )
-    source = latency_source(*machines, scenario=setting)
-    source["as_scenario_file"] = scenario("llama-3-8b", 8, STAGES["llama-3-8b"], 2, 10_000_000, PREFILL_CHUNK, TOKENS)
-    return ExperimentReport(source=source, rows=tuple(rows), panels=(panel, *more))
+    shown = scenario("llama-3-8b", 8, STAGES["llama-3-8b"], 2, 10_000_000, PREFILL_CHUNK, TOKENS)
+    return lone_report(setting, machines, rows, panel, *more, as_scenario_file=shown)
 
 
 def fig7(options: RunOptions) -> ExperimentReport:
@@ -169,13 +167,13 @@ def fig7(options: RunOptions) -> ExperimentReport:
             "seconds",
             "falls",
             descending("falls"),
-            both(mixed),
+            mixed,
         ),
         judge(
             "The same without KV groups, seconds",
             "almost 0.1 (Mnemosyne §4.4)",
             band(0.05, 0.13),
-            both(lambda mode: mixed(mode)["1"]),
+            lambda mode: mixed(mode)["1"],
         ),
         _equation(),
     ]
@@ -192,7 +190,7 @@ def fig19(options: RunOptions) -> ExperimentReport:
             "App. B.2: 8B, 10M tokens: degree 4 takes so much off the TBT",
             "40% (contradicts Fig. 19, which says degree 2)",
             band(0.35, 0.45),
-            both(partial(saved, "llama-3-8b", 10_000_000, 4)),
+            partial(saved, "llama-3-8b", 10_000_000, 4),
             "With attention four times the rest, degree 2 gives 40% and degree 4 gives 60%.",
         ),
         _equation(),
@@ -208,14 +206,14 @@ def fig17(options: RunOptions) -> ExperimentReport:
             "8B, 4M tokens: four KV groups, TBT improves by",
             "1.7×",
             band(1.4, 2.0),
-            both(partial(speedup, "llama-3-8b", 4_000_000, 4)),
+            partial(speedup, "llama-3-8b", 4_000_000, 4),
             WHY,
         ),
         judge(
             "8B, 10M tokens: four KV groups, TBT improves by",
             "2.5×",
             band(2.1, 2.9),
-            both(partial(speedup, "llama-3-8b", 10_000_000, 4)),
+            partial(speedup, "llama-3-8b", 10_000_000, 4),
             WHY,
         ),
     ]
@@ -226,7 +224,7 @@ def fig17(options: RunOptions) -> ExperimentReport:
                 f"{name}: one KV group meets 30 ms up to {context // 1_000_000}M tokens: TBT there, seconds",
                 "<= 0.030",
                 band(0.0, 0.030),
-                both(partial(tbt_s, name, context, 1)),
+                partial(tbt_s, name, context, 1),
                 WHY,
             )
         )
@@ -235,36 +233,30 @@ def fig17(options: RunOptions) -> ExperimentReport:
 
 def amdahl(options: RunOptions) -> ExperimentReport:
     """With attention : rest = 4 : 1 at 10M tokens, T(k) = A / k + B gives the papers' figures."""
-    ratio = 4.0
 
-    def time(k: int, attention: float = ratio) -> float:
+    def time(k: int, attention: float = 4.0) -> float:
         return attention / k + 1.0
 
-    def fixed(value: float) -> dict[Mode, Any]:
-        return {"paper": value, "default": value}
+    def attention_to_rest(mode: Mode) -> float:
+        m = machine("llama-3-8b", STAGES["llama-3-8b"], mode)
+        attention_s = m.stages * m.latency.decode_s(1, 10_000_000)
+        return attention_s / (m.tbt_s(10_000_000) - attention_s)
 
-    measured = {mode: _attention_to_rest("llama-3-8b", 10_000_000, mode) for mode in MODES}
     rows = [
-        judge("Two KV groups: T(2) / T(1)", "0.6 (40% off)", exact(0.6), fixed(time(2) / time(1))),
-        judge("Four KV groups: T(1) / T(4)", "2.5×", exact(2.5), fixed(time(1) / time(4))),
-        judge(
+        judge_same("Two KV groups: T(2) / T(1)", "0.6 (40% off)", exact(0.6), time(2) / time(1)),
+        judge_same("Four KV groups: T(1) / T(4)", "2.5×", exact(2.5), time(1) / time(4)),
+        judge_same(
             "The same at 4M tokens (attention 0.4 as long): T(1) / T(4)",
             "1.7×",
             band(1.6, 1.9),
-            fixed(time(1, 0.4 * ratio) / time(4, 0.4 * ratio)),
+            time(1, 1.6) / time(4, 1.6),
         ),
         judge(
             "8B at 10M tokens by the fit: attention over everything else in a decode",
             "4 (implied)",
             band(3.0, 5.0),
-            measured,
+            attention_to_rest,
             WHY,
         ),
     ]
     return _report(rows)
-
-
-def _attention_to_rest(name: str, context: int, mode: Mode) -> float:
-    m = machine("h100", name, 8, STAGES[name], mode)
-    attention = m.stages * m.latency.decode_s(1, context)
-    return attention / (m.tbt_s(context) - attention)

@@ -77,7 +77,7 @@ def served(
     """Simulate the request. Raises InfeasibleError where its KV does not fit memory."""
     setting = parse_scenario(scenario(name, tp, stages, groups, prompt, chunk, output))
     work = requests_of(setting.workload, None, 0)
-    spec = replace(instance_of(setting, work), latency=machine("h100", name, tp, stages, mode).latency)
+    spec = replace(instance_of(setting, work), latency=machine(name, stages, mode, tp=tp).latency)
     result = simulate(spec, work, run_of(setting, 0, keep_iterations=True))
     (record,) = result.records
     # Iterations of the prefill; the others are decodes only.

@@ -9,13 +9,12 @@ with 8 KV heads.
 from __future__ import annotations
 
 from functools import partial
-from itertools import pairwise
 
 from headway.sim.report.page import ReportChart
 from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, RunOptions
-from headway_research.medha.arithmetic import latency_source, machine, static_prefill
+from headway_research.medha.arithmetic import lone_report, machine, static_prefill
 from headway_research.medha.kvp_served import KvpServedResult, scenario, served
-from headway_research.verdicts import at_most, band, both, judge, order
+from headway_research.verdicts import ascending, at_most, band, descending, judge, order
 
 CHUNKS = (32, 64, 128, 256)
 GROUPS = (1, 2, 4)
@@ -34,7 +33,7 @@ Point = tuple[float, float]
 
 def by_equation(context: int, chunk: int, groups: int, mode: Mode) -> Point:
     """Return the point of one chunk size and number of KV groups by Mnemosyne's Eqs. 9 and 10."""
-    m = machine("h100", "llama-3-8b", 4, 4, mode)
+    m = machine("llama-3-8b", 4, mode, tp=4)
     found = static_prefill(m, context, chunk, groups)
     return found.ttft_s, m.through_s(found.percentile_s(95), chunk)
 
@@ -70,22 +69,17 @@ def _trade_rows(million: int) -> list[ClaimRow]:
         ]
         return max(ratios, key=lambda ratio: abs(ratio - 1.0))
 
-    falls = order("falls", lambda found: _falls(list(found.values())))
-    rises = order("rises", lambda found: _falls([-value for value in found.values()]))
+    falls, rises = descending("falls"), ascending("rises")
     return [
-        judge("1M, one KV group: TTFT by chunk, seconds", "falls", falls, both(partial(by_chunk, 0))),
-        judge("1M, one KV group: P95 TBT by chunk, seconds", "rises", rises, both(partial(by_chunk, 1))),
-        judge("4M, chunk 256: P95 TBT by KV groups, seconds", "falls", falls, both(partial(by_groups, 1))),
+        judge("1M, one KV group: TTFT by chunk, seconds", "falls", falls, partial(by_chunk, 0)),
+        judge("1M, one KV group: P95 TBT by chunk, seconds", "rises", rises, partial(by_chunk, 1)),
+        judge("4M, chunk 256: P95 TBT by KV groups, seconds", "falls", falls, partial(by_groups, 1)),
         judge("1M, chunk 32: TTFT with 4 KV groups over 1", ">= 1: lower degrees are better here",
-              order("at least 1", lambda value: value >= 1.0), both(small)),
-        judge("4M, chunk 256: TTFT with 4 KV groups over 1", "< 1", at_most(1.0), both(large)),
+              order("at least 1", lambda value: value >= 1.0), small),
+        judge("4M, chunk 256: TTFT with 4 KV groups over 1", "< 1", at_most(1.0), large),
         judge("As served over the arithmetic of the curves, TTFT and P95 TBT of the points above, the furthest", None,
-              band(0.9, 1.1), both(off), EQUATION),
+              band(0.9, 1.1), off, EQUATION),
     ]  # fmt: skip
-
-
-def _falls(values: list[float]) -> bool:
-    return all(later < earlier for earlier, later in pairwise(values))
 
 
 def trade(options: RunOptions) -> ExperimentReport:
@@ -99,12 +93,11 @@ def trade(options: RunOptions) -> ExperimentReport:
         )
         for context in CONTEXTS
     )
-    machines = [machine("h100", "llama-3-8b", 4, 4, mode) for mode in MODES]
+    machines = [machine("llama-3-8b", 4, mode, tp=4) for mode in MODES]
     setting = "one prefill of Llama-3 8B, simulated; H100, TP4 × 4 stages × 1, 2, 4 KV groups, chunks 32 to 256"
-    source = latency_source(*machines, scenario=setting)
-    source["as_scenario_file"] = scenario("llama-3-8b", 4, 4, 4, 4_000_000, 256)
     rows = _trade_rows(50_000 if options.quick else 1_000_000)
-    return ExperimentReport(source=source, rows=tuple(rows), panels=panels)
+    shown = scenario("llama-3-8b", 4, 4, 4, 4_000_000, 256)
+    return lone_report(setting, machines, rows, *panels, as_scenario_file=shown)
 
 
 class JoinTimeline:
@@ -152,11 +145,11 @@ def timeline(options: RunOptions) -> ExperimentReport:
     names, prompt = runs.names, runs.prompt
     panels = [_gpus_panel(name, runs.served(name, "default")) for name in names]
     panels += [_batches_panel(name, runs.served(name, "default"), runs.served(name, "default", 1)) for name in names]
-    machines = [machine("h100", name, 8, 4, mode) for name in names for mode in MODES]
+    machines = [machine(name, 4, mode) for name in names for mode in MODES]
     setting = f"a prefill of {prompt:,} tokens alone, simulated; TP8 × 4 stages, 1 to 4 KV groups (32 to 128 H100s), "
-    source = latency_source(*machines, scenario=f"{setting}chunks of {runs.chunk}, equal shards")
-    source["as_scenario_file"] = scenario("llama-3-8b", 8, 4, 4, prompt, runs.chunk)
-    return ExperimentReport(source=source, rows=tuple(_timeline_rows(runs)), panels=tuple(panels))
+    shown = scenario("llama-3-8b", 8, 4, 4, prompt, runs.chunk)
+    setting += f"chunks of {runs.chunk}, equal shards"
+    return lone_report(setting, machines, _timeline_rows(runs), *panels, as_scenario_file=shown)
 
 
 def _timeline_rows(runs: JoinTimeline) -> list[ClaimRow]:
@@ -166,7 +159,7 @@ def _timeline_rows(runs: JoinTimeline) -> list[ClaimRow]:
             f"{name}: batches stay as long as groups join: worst of the last quarter over that of the first",
             "near consistent",
             band(0.75, 1.33),
-            both(partial(runs.growth, name, 4)),
+            partial(runs.growth, name, 4),
             f"Without KV groups: {runs.growth(name, 1, 'default'):.1f}× in default mode.",
         )
         for name in runs.names
@@ -177,9 +170,9 @@ def _timeline_rows(runs: JoinTimeline) -> list[ClaimRow]:
             "64, 96, 128 GPUs, by the tokens processed so far",
             order(
                 "64, 96, 128 GPUs in this order",
-                lambda found: list(found) == in_order and _falls([-value for value in found.values()]),
+                lambda found: list(found) == in_order and ascending("")(found),
             ),
-            both(partial(runs.join_shares, name)),
+            partial(runs.join_shares, name),
             "Iterations are near consistent, so that groups join near evenly.",
         )
         for name in runs.names
@@ -188,7 +181,7 @@ def _timeline_rows(runs: JoinTimeline) -> list[ClaimRow]:
         "Tokens that are cached when groups join",
         "a quarter, half and three quarters of the prompt (the limit of a group is not said)",
         order("equal shards, within a block of 64 tokens", runs.equal_shards),
-        both(runs.join_tokens),
+        runs.join_tokens,
     )
     return [*growth, *shares, tokens]
 
