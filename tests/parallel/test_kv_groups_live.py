@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import random
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from tests.helpers.checkpoints import make_tiny
 from tests.helpers.marks import quick_first
-from tests.helpers.rank_serving import Ask, greedy, make_core, prompt_of, serve
+from tests.helpers.model_families import checkpoint, expected
+from tests.helpers.rank_serving import Ask, make_core, prompt_of, serve
 from tests.helpers.virtual_ranks import VirtualWorld
 
 from headway.core.request import SamplingParams
 from headway.perf.hardware import ParallelLayout
 from headway.runtime.engine.protocol import SubmitRequest
-from headway.runtime.executor.single_process import SingleProcessExecutor
-from headway.runtime.executor.worker import ModelWorker
-from headway.runtime.model.loading import load_decoder
 from headway.sim.report.perfetto import engine_timeline, engine_trace
 
 
@@ -39,21 +33,6 @@ class Joins:
         self.events.append(event)
         self.joins += [tuple(join) for join in event.get("joins", ())]
         self.assists += len(event.get("assists", ()))
-
-
-@functools.cache
-def checkpoint(family: str, dtype: str = "float32") -> Path:
-    return make_tiny(family, tempfile.mkdtemp(prefix="headway-tiny-"), dtype=dtype, num_hidden_layers=3)
-
-
-@functools.cache
-def expected(family: str, seed: int, length: int, count: int) -> list[int]:
-    return greedy(checkpoint(family), prompt_of(seed, length), count)
-
-
-def single(folder: Path, asks: list[Ask], **scheduler: Any) -> list[list[int]]:
-    executor = SingleProcessExecutor(ModelWorker(load_decoder(folder), 64, 8, ()))
-    return serve(make_core(executor, 64, **scheduler), asks)
 
 
 def spread(world: VirtualWorld, layout: ParallelLayout, asks: list[Ask], blocks: int = 64, **scheduler: Any) -> Joins:
@@ -111,42 +90,6 @@ def test_shorts_are_served_by_all_groups_beside_a_long_request() -> None:
     assert any(one.assisted for one in trace.slices)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(2))
-def test_requests_that_are_recomputed_for_want_of_memory_stay_exact(seed: int) -> None:
-    """Small pools: longs give up their shards, come back elsewhere with what they have generated, and say the same."""
-    rng = random.Random(seed)
-    layout = ParallelLayout(kvp=2, stages=rng.choice((1, 2)))
-    asks = [Ask(prompt_of(i, rng.randint(20, 60)), rng.randint(30, 100), rng.randint(0, 20)) for i in range(6)]
-    with VirtualWorld(checkpoint("llama"), layout, kv_blocks=16) as world:
-        told = Joins()
-        core = make_core(
-            world.executor, 16, log=told, stages=layout.stages, kv_parallel=2, kv_shard_tokens=40,
-            chunking="static:16",
-        )  # fmt: skip
-        got = serve(core, asks)
-        assert core.stats().preemptions_total > 0
-    assert got == [expected("llama", i, len(ask.prompt), ask.count) for i, ask in enumerate(asks)]
-    assert told.joins
-
-
-@pytest.mark.parametrize(("tp", "stages", "kvp"), [(1, 1, 2), (2, 2, 2)])
-def test_sampled_and_penalised_tokens_follow_a_request_from_group_to_group(tp: int, stages: int, kvp: int) -> None:
-    """The group that takes over must know what was generated before: penalties count it."""
-    asks = [
-        Ask(prompt_of(0, 30), 40, 0, {"temperature": 0.9, "top_p": 0.9, "seed": 7}),
-        Ask(prompt_of(1, 30), 40, 1, {"repetition_penalty": 1.3}),
-        Ask(prompt_of(2, 33), 40, 2, {"frequency_penalty": 0.5, "presence_penalty": 0.3, "logit_bias": {9: 2.0}}),
-    ]
-    folder = checkpoint("llama")
-    wanted = single(folder, asks, chunking="static:16")
-    layout = ParallelLayout(tp=tp, stages=stages, kvp=kvp)
-    with VirtualWorld(folder, layout) as world:
-        told = spread(world, layout, asks, kv_shard_tokens=40, chunking="static:16")
-    assert told.got == wanted
-    assert {name for _, name, _ in told.joins} == {"0", "1", "2"}
-
-
 # -- what goes wrong -------------------------------------------------------------------------------------------------
 
 
@@ -192,6 +135,3 @@ def test_aborts_at_any_moment_leave_no_blocks_and_disturb_no_request(seed: int) 
                 break
         assert core.idle
         assert all(block_manager.used_tokens == 0 for block_manager in core.scheduler.block_managers)
-
-
-# -- real processes --------------------------------------------------------------------------------------------------
