@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.helpers.policy_alone import CountedPool, beside
-from tests.helpers.random_worlds import random_world
+from tests.helpers.policy_alone import CountedPool
 from tests.helpers.unit_latency import Linear, small_machine
 
 from headway.core.request import BACKGROUND_PRIORITY, Request, Slo
@@ -15,24 +14,6 @@ from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
 from headway.policy.iteration.fill import PROGRESS_EVERY
 from headway.policy.iteration.medha import SEVERAL, MedhaConfig
-
-
-@pytest.mark.parametrize("first", range(0, 300, 50))
-def test_policy_alone_gives_the_same_quotas_as_the_scheduler(first: int) -> None:
-    picked = 0
-    for seed in range(first, first + 50):
-        world = random_world(seed)
-        policy = beside(world)
-        try:
-            world.run()
-        except Exception as error:
-            error.add_note(f"seed {seed}")
-            raise
-        picked += policy.picked
-        assert policy.pool.blocks == {}
-        assert not list(policy.policy.order(world.now))
-        assert policy.policy.holders == {}
-    assert picked > 1000
 
 
 def policy_of(pool: CountedPool, **fields: object) -> IterationPolicy:

@@ -55,29 +55,6 @@ def test_prefill_phase_stages_its_kv_and_decode_phase_claims_it_in_place() -> No
     assert scheduler.block_manager.free_blocks == scheduler.block_manager.n_blocks
 
 
-def test_prefill_phase_that_ends_with_its_first_token_stages_nothing() -> None:
-    scheduler = make_scheduler()
-    add_phase(scheduler, "a", 40, "prefill", output=1)
-    batch = scheduler.schedule(0.0)
-    assert batch is not None
-    events = scheduler.complete(batch.id, [RequestProgress("a", 1, True)], 0.0)
-    assert [event.kind for event in events] == ["started", "finished"]
-    assert list(scheduler.staged_kv.names()) == []
-    assert scheduler.block_manager.free_blocks == scheduler.block_manager.n_blocks
-
-
-def test_prefill_phase_aborted_in_flight_stages_nothing() -> None:
-    scheduler = make_scheduler()
-    add_phase(scheduler, "a", 40, "prefill", output=1)
-    batch = scheduler.schedule(0.0)
-    assert batch is not None
-    assert scheduler.abort("a", 0.0) == []
-    events = scheduler.complete(batch.id, [RequestProgress("a", 0, True)], 0.0)
-    assert [event.kind for event in events] == ["started", "aborted"]
-    scheduler.check()
-    assert scheduler.block_manager.free_blocks == scheduler.block_manager.n_blocks
-
-
 def test_staged_part_of_a_prompt_is_not_computed_again() -> None:
     """What runs of a group have left, say: the scheduler goes on behind it."""
     scheduler = make_scheduler()
