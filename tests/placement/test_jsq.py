@@ -20,7 +20,7 @@ from headway.policy.placement.contract import (
     EnqueueRequest,
     RequestArrived,
 )
-from headway.policy.placement.registry import PolicyContext, check_options, make_placement
+from headway.policy.placement.registry import PolicyContext, make_placement
 from headway.sim.cluster.build import cluster_of, placement_of, run_cluster
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.metrics import ttft_s
@@ -89,11 +89,7 @@ def test_a_decision_log_with_hits_replays() -> None:
     assert replay(lines, lambda about: placement_of(scenario, spec))[1] is None
 
 
-def test_options_and_roles_are_checked() -> None:
-    with pytest.raises(ConfigError, match="options of jsq"):
-        check_options("jsq", {"queue": "length"})
-    with pytest.raises(ConfigError, match="`affinity` compares work"):
-        check_options("jsq", {"queue": "requests", "affinity": True})
+def test_roles_are_checked() -> None:
     state = ClusterState([ClusterInstance(id=0, node=0, role="prefill")], NET)
     with pytest.raises(ConfigError, match="role mixed"):
         chosen(state, "seconds")

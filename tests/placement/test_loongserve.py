@@ -32,7 +32,7 @@ from headway.policy.placement.contract import (
     RequestFinished,
     TransferKv,
 )
-from headway.policy.placement.registry import PolicyContext, check_options, make_placement
+from headway.policy.placement.registry import PolicyContext, make_placement
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.cluster.state import ClusterResult, ClusterSpec
 from headway.sim.spec import NoiseSpec, RunSpec
@@ -274,22 +274,6 @@ def test_no_token_is_lost_or_repeated(
     assert not any(pool.pending or pool.prefills or pool.decodes for pool in policy.policy.pools)
     again = run(world(), requests, how, mode=mode, prefill=prefill, reserved=reserved, decode_batch=4, **WAIT)[1]
     assert again.sim.records == result.sim.records
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"prefill": "all"}, "prefill must be 'batched', 'single' or 'greedy'"),
-        ({"round_s": 0}, "round_s must be above 0"),
-        ({"decode_batch": 0}, "decode_batch must be at least 1"),
-        ({"reserved": -1}, "reserved must be at least 0"),
-        ({"reserved": 2, "prefill": "greedy"}, "batched or single"),
-        ({"speed": 1}, "speed is not a field; allowed here: mode, prefill"),
-    ],
-)
-def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_options("loongserve", options)
 
 
 def test_clusters_that_do_not_fit_are_refused() -> None:

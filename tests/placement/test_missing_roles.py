@@ -49,10 +49,3 @@ def test_every_policy_places_a_request_or_names_the_missing_role(
         assert all(0 <= i < len(roles) for action in actions for i in getattr(action, "group", ()))
     else:
         assert name in why or "cannot be reserved" in why
-
-
-@pytest.mark.parametrize("name", ["fifo", "priority", "fixed-sp", "context-parallel", "reservation"])
-def test_missing_prefill_role_is_named(name: str) -> None:
-    request = Request(id="r", arrival_s=0.0, prompt_tokens=100, max_output_tokens=5)
-    with pytest.raises(ConfigError, match=f"{name} needs at least one instance of role mixed or prefill"):
-        make_placement(name, SURROUNDINGS).on_event(RequestArrived(request), view(("decode",)))

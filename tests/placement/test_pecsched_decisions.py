@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core.errors import ConfigError
 from headway.core.request import Request, Slo
 from headway.perf.hardware import NetworkLink, model
 from headway.perf.latency.groups import GroupShape
@@ -26,7 +25,7 @@ from headway.policy.placement.contract import (
     ResumeRequest,
 )
 from headway.policy.placement.pecsched.policy import PecSched, PecSchedOptions
-from headway.policy.placement.registry import PolicyContext, check_options, make_placement
+from headway.policy.placement.registry import PolicyContext
 from headway_research.pecsched.drill import DrillResult, PlacementDrill
 from headway_research.pecsched.literal import LiteralPecSched
 
@@ -258,17 +257,6 @@ def test_latency_rule_takes_the_fewest_replicas_that_keep_the_target() -> None:
     out = drilled(policy(long_replicas="latency", long_target_s=1.5), [long("l", 0.0, 60_000)], 8)
     commit = next(action for _, action in out.actions if isinstance(action, CommitSpans))
     assert len(commit.spans[0].group) == 5  # 6 s on one; 1.2 s on five, and lengths count in steps of 1,024
-
-
-def test_bad_options_are_named_in_the_error() -> None:
-    with pytest.raises(ConfigError, match="long_replicas"):
-        check_options("pecsched", {"long_replicas": "all"})
-    with pytest.raises(ConfigError, match="batch_tokens"):
-        check_options("pecsched", {"batch_tokens": 0})
-    with pytest.raises(ConfigError, match="unknown is not a field; allowed here: mode"):
-        check_options("pecsched", {"unknown": 1})
-    made = make_placement("pecsched", PolicyContext(latency=Linear(), shape=SHAPE), {"ageing": "off"})
-    assert made.next_wakeup(0.0) is None
 
 
 def test_a_prompt_above_the_cap_is_not_prefilled_beside_a_long_decode() -> None:

@@ -12,7 +12,6 @@ import pytest
 from headway.control.backend import ActionImpossible
 from headway.control.dispatch import check_capable
 from headway.control.log import replay
-from headway.core.errors import ConfigError
 from headway.core.request import Request
 from headway.perf.hardware import LINKS, model
 from headway.perf.latency import eq1
@@ -31,7 +30,7 @@ from headway.policy.placement.contract import (
     RequestArrived,
 )
 from headway.policy.placement.prefix_reuse import cheapest_start, copy_pays, copy_seconds, longest_prefix
-from headway.policy.placement.registry import PolicyContext, check_options, make_placement
+from headway.policy.placement.registry import PolicyContext, make_placement
 from headway.sim.cluster.build import cluster_of, placement_of
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.metrics import ttft_s
@@ -101,18 +100,17 @@ def test_the_faster_of_copy_and_recomputation_is_chosen() -> None:
 # -- plans ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["tetris"])
-def test_plans_begin_behind_a_prefix_that_is_copied_in_time(name: str) -> None:
-    action = decided(name, 100_000, (0, 0, 0, 0, 64_000))
+def test_plans_begin_behind_a_prefix_that_is_copied_in_time() -> None:
+    action = decided("tetris", 100_000, (0, 0, 0, 0, 64_000))
     assert isinstance(action, CommitSpans)
     assert action.spans[0].start == 64_000
     assert action.prefix is not None
     view = ClusterSnapshot(state_of(), 0.0)
     assert action.prefix == CachedPrefix(4, 64_000, copy_seconds(64_000, 4, action.spans[0].group, view, CONTEXT))
-    whole = decided(name, 100_000, (0, 0, 0, 0, 64_000), slow(1e4))
+    whole = decided("tetris", 100_000, (0, 0, 0, 0, 64_000), slow(1e4))
     assert isinstance(whole, CommitSpans)
     assert (whole.spans[0].start, whole.prefix) == (0, None)
-    unseen = decided(name, 100_000, (0, 0, 0, 0, 64_000), affinity=False)
+    unseen = decided("tetris", 100_000, (0, 0, 0, 0, 64_000), affinity=False)
     assert isinstance(unseen, CommitSpans)
     assert (unseen.spans[0].start, unseen.prefix) == (0, None)
 
@@ -156,26 +154,25 @@ def decided_live(
     return action
 
 
-@pytest.mark.parametrize("name", ["tetris"])
-def test_live_plans_begin_where_the_prefix_is(name: str) -> None:
+def test_live_plans_begin_where_the_prefix_is() -> None:
     # What is left takes less than the others are busy: the instance that has the prefix computes it alone.
-    alone = decided_live(name, 100_000, (0, 0, 99_000, 0, 99_968), (5.0, 5.0, 0.0, 5.0))
+    alone = decided_live("tetris", 100_000, (0, 0, 99_000, 0, 99_968), (5.0, 5.0, 0.0, 5.0))
     assert isinstance(alone, CommitSpans)
     assert [(span.start, span.end, span.group) for span in alone.spans] == [(99_000, 100_000, (2,))]
     assert alone.prefix == CachedPrefix(2, 99_000)
     # Much is left: a group, which the prefix is spread over as any earlier chunk.
-    group = decided_live(name, 300_000, (0, 0, 64_000, 0, 0))
+    group = decided_live("tetris", 300_000, (0, 0, 64_000, 0, 0))
     assert isinstance(group, CommitSpans)
     assert (group.spans[0].start, group.prefix) == (64_000, CachedPrefix(2, 64_000))
     assert 2 in group.spans[0].group
     assert len(group.spans[-1].group) > 1
     # Where it is busy for longer than computing all of it elsewhere takes, the prefix is of no use.
-    busy = decided_live(name, 100_000, (0, 0, 90_000, 0, 0), (0.0, 0.0, 500.0))
+    busy = decided_live("tetris", 100_000, (0, 0, 90_000, 0, 0), (0.0, 0.0, 500.0))
     assert isinstance(busy, CommitSpans)
     assert (busy.spans[0].start, busy.prefix) == (0, None)
     assert 2 not in busy.spans[0].group
     # Only instances that prefill count.
-    decode = decided_live(name, 100_000, (0, 0, 0, 0, 99_000))
+    decode = decided_live("tetris", 100_000, (0, 0, 0, 0, 99_000))
     assert isinstance(decode, CommitSpans)
     assert (decode.spans[0].start, decode.prefix) == (0, None)
 
@@ -194,10 +191,7 @@ def test_live_pecsched_begins_long_requests_behind_a_prefix_of_their_group() -> 
     assert (outside.spans[0].start, outside.prefix) == (0, None)
 
 
-def test_literal_modes_and_instances_without_copies_stay_as_they_are() -> None:
-    for name in ("jsq", "tetris", "pecsched"):
-        with pytest.raises(ConfigError, match="`affinity` is in no paper"):
-            check_options(name, {"affinity": True, "mode": "paper"})
+def test_instances_without_copies_copy_nothing() -> None:
     remote = EnqueueRequest("r0", (0,), prefix=CachedPrefix(4, 640, 0.1))
     here = EnqueueRequest("r0", (0,), prefix=CachedPrefix(0, 640))
     for has in (NATIVE_CAPABILITIES, HTTP_CAPABILITIES):
@@ -249,9 +243,8 @@ def test_hits_shorten_prefills_wherever_they_are(placement: str, prompt: int) ->
     assert replay(lines, lambda about: placement_of(scenario, spec))[1] is None
 
 
-@pytest.mark.parametrize("placement", ["tetris"])
-def test_the_simulator_charges_copies_and_what_is_not_worth_one_is_computed(placement: str) -> None:
-    sim, lines, _ = run(placement, 65_536, 4.0, affinity=True)
+def test_the_simulator_charges_copies_and_what_is_not_worth_one_is_computed() -> None:
+    sim, lines, _ = run("tetris", 65_536, 4.0, affinity=True)
     commits: dict[str, float] = {}
     for line in lines:
         for _, fields in json.loads(line).get("actions", ()):
@@ -261,7 +254,7 @@ def test_the_simulator_charges_copies_and_what_is_not_worth_one_is_computed(plac
     for record in sim.records:
         copy_s = commits.get(record.id, 0.0)
         assert (ttft_s(record) or 0.0) > copy_s
-    never, _, _ = run(placement, 65_536, 1e5, affinity=True)
-    unseen, _, _ = run(placement, 65_536, 1e5)
+    never, _, _ = run("tetris", 65_536, 1e5, affinity=True)
+    unseen, _, _ = run("tetris", 65_536, 1e5)
     assert [record.cached_tokens for record in never.records] == [record.cached_tokens for record in unseen.records]
     assert sum(ttft_s(record) or 0.0 for record in sim.records) < sum(ttft_s(r) or 0.0 for r in unseen.records)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -26,8 +25,7 @@ from headway.policy.placement.contract import (
     load_rates,
 )
 from headway.policy.placement.decode_placement import DecodePlacement
-from headway.policy.placement.registry import PolicyContext, check_options, make_placement
-from headway.policy.placement.tetris import TetrisPlacement
+from headway.policy.placement.registry import PolicyContext, make_placement
 
 NET = ClusterLinks(inside=LINKS["nvlink3"], across=LINKS["ib-200"])
 CONTEXT = PolicyContext(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))
@@ -79,21 +77,6 @@ def test_improvement_rate_follows_the_load_and_can_be_replaced() -> None:
     assert control.rate(ClusterSnapshot(state, 121.0)) == 0.42
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rate": 1.5}, "rate must be below 1"),
-        ({"rate": 0.1, "rates": [[1.0, 0.2]]}, "give one of"),
-        ({"speed": 3}, "speed is not a field; allowed here: mode, affinity, sizes, rate"),
-        ({"rate": "fast"}, "rate: .*valid number"),
-        ({"mode": "quick"}, "mode must be 'default' or 'paper'"),
-    ],
-)
-def test_bad_options_are_named_in_the_error(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_options("tetris", options)
-
-
 def test_bad_rate_files_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "rates.json"
     with pytest.raises(ConfigError, match="cannot read"):
@@ -113,14 +96,3 @@ def test_decode_instance_has_most_free_slots_per_running_request() -> None:
     assert decodes.choose(ClusterSnapshot(state, 0.0)) == 16  # 40,000 for no running request, 50,000 for four
     decodes.withdraw("r0")
     assert decodes.freeness(view, 16) == 100_000
-
-
-def test_policies_place_the_first_request() -> None:
-    for name in ("fifo", "fixed-sp", "context-parallel", "tetris"):
-        policy = make_placement(name, CONTEXT)
-        actions = policy.on_event(RequestArrived(request(5_000)), ClusterSnapshot(book(), 3.0))
-        assert actions
-        assert policy.next_wakeup(3.0) is None
-    assert isinstance(make_placement("tetris", CONTEXT), TetrisPlacement)
-    with pytest.raises(ConfigError, match="unknown placement 'tetra'; known are"):
-        make_placement("tetra", CONTEXT)
