@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import msgspec
 import pytest
@@ -43,6 +44,8 @@ OPTIONS: dict[str, dict[str, object]] = {
 }
 TRAFFIC = [TraceRequest(0.11 * i, 16_000 if i % 9 == 3 else 150 + 37 * (i % 7), 3 + i % 5) for i in range(60)]
 
+SCHEMA = "headway.cluster.log/5"
+
 
 def made(name: str) -> PlacementPolicy:
     spec = cluster()
@@ -55,6 +58,11 @@ def recorded(name: str, policy: PlacementPolicy) -> list[bytes]:
     run = RunSpec(noise=NoiseSpec("lognormal", 0.3), seed=5, patience_s=20.0)
     simulate_cluster(cluster(4, decode), policy, TRAFFIC, run, record=lines.append)
     return lines
+
+
+@cache
+def fifo_log() -> list[bytes]:
+    return recorded("fifo", made("fifo"))
 
 
 @pytest.mark.parametrize("name", sorted(OPTIONS))
@@ -105,7 +113,7 @@ def test_rates_that_were_replaced_while_serving_are_replaced_in_the_replay() -> 
 
 
 def test_first_different_decision_is_reported() -> None:
-    lines = recorded("fifo", made("fifo"))
+    lines = fifo_log()
     decisions, difference = replay(lines, lambda about: Contrary(made("fifo"), "r30"))
     assert decisions > 30
     assert difference is not None
@@ -127,7 +135,7 @@ def test_other_predictions_in_the_log_change_decisions() -> None:
 
 
 def test_truncated_log_replays_up_to_its_end() -> None:
-    lines = recorded("fifo", made("fifo"))
+    lines = fifo_log()
     assert replay([*lines[:-1], lines[-1][:5]], lambda about: made("fifo"))[1] is None
     for others in (lines[1:], [b"torn", *lines[1:]], [lines[0].replace(b"log/5", b"log/4"), *lines[1:]], []):
         with pytest.raises(ConfigError, match="its first line should name the schema headway"):
@@ -136,7 +144,7 @@ def test_truncated_log_replays_up_to_its_end() -> None:
 
 @pytest.mark.parametrize("garbage", [b"GARBAGE\n", b'{"do":"arr\n', b"\0" * 99 + b"\n", b"[1]\n", b"\xff\n", b"\n"])
 def test_log_damaged_before_its_end_is_refused_with_the_line(garbage: bytes) -> None:
-    lines = recorded("fifo", made("fifo"))
+    lines = fifo_log()
     with pytest.raises(ConfigError, match="line 41 of the log cannot be read, and others follow"):
         replay([*lines[:40], garbage, *lines[41:]], lambda about: made("fifo"))
     # the same as a last line is a torn write, and left out
@@ -144,26 +152,23 @@ def test_log_damaged_before_its_end_is_refused_with_the_line(garbage: bytes) -> 
 
 
 @pytest.mark.parametrize(
-    "line", [{"instance": 1}, {"event": ["RequestArrived", {}], "t": 0.0}, {"instance": {"id": 99, "node": 0}}]
+    ("number", "line", "why"),
+    [
+        (1, {"schema": SCHEMA, "links": {}}, "line 1 of the log cannot be replayed: no 'about'"),
+        (1, {"schema": SCHEMA, "about": 1, "links": 1}, "line 1 of the log cannot be replayed: Expected"),
+        (3, {"x": 1}, "line 3 of the log is not of a cluster's log"),
+        (41, {"instance": 1}, "line 41 of the log cannot be replayed: "),
+        (41, {"event": ["RequestArrived", {}], "t": 0.0}, "line 41 of the log cannot be replayed: "),
+        (41, {"instance": {"id": 99, "node": 0}}, "line 41 of the log cannot be replayed: "),
+    ],
 )
-def test_incomplete_line_is_refused_with_its_number(line: dict[str, object]) -> None:
-    lines = recorded("fifo", made("fifo"))
-    lines[40] = msgspec.json.encode(line) + b"\n"
-    with pytest.raises(ConfigError, match="line 41 of the log cannot be replayed: "):
+def test_a_line_that_is_incomplete_or_of_another_kind_is_refused_with_its_number(
+    number: int, line: dict[str, object], why: str
+) -> None:
+    lines = [*fifo_log()]
+    lines[number - 1] = msgspec.json.encode(line) + b"\n"
+    with pytest.raises(ConfigError, match=why):
         replay(lines, lambda about: made("fifo"))
-
-
-@pytest.mark.parametrize(("header", "why"), [({"links": {}}, "no 'about'"), ({"about": 1, "links": 1}, "Expected")])
-def test_damaged_header_is_refused_as_its_line(header: dict[str, object], why: str) -> None:
-    first = msgspec.json.encode({"schema": "headway.cluster.log/5", **header})
-    with pytest.raises(ConfigError, match=f"line 1 of the log cannot be replayed: {why}"):
-        replay([first, *recorded("fifo", made("fifo"))[1:]], lambda about: made("fifo"))
-
-
-def test_line_of_unknown_kind_is_refused_with_its_number() -> None:
-    lines = recorded("fifo", made("fifo"))
-    with pytest.raises(ConfigError, match="line 3 of the log is not of a cluster's log"):
-        replay([*lines[:2], b'{"x": 1}', *lines[3:]], lambda about: made("fifo"))
 
 
 @settings(max_examples=25)

@@ -116,12 +116,16 @@ def live(seed: int, spread: float = 0.3, documents: float = 0.2) -> list[dict[st
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_live_run_replays_to_the_same_decisions(seed: int) -> None:
+def test_a_live_run_replays_to_the_same_decisions_which_explain_each_request(seed: int) -> None:
     log = live(seed)
     told = replay(log, detail=True)
     assert told.differences == []
     assert len(told.batches) == len(told.steps) == sum(event["event"] == "batch" for event in log) > 50
     assert len(told.records) == sum(event["event"] == "add" for event in log)
+    for record in told.records:
+        why = explain(told, record.id)
+        if why.ttft_s is not None:
+            assert sum(one.seconds for one in why.to_first_token) == pytest.approx(why.ttft_s, abs=1e-6)
 
 
 def test_a_decision_that_differs_is_found() -> None:
@@ -132,16 +136,6 @@ def test_a_decision_that_differs_is_found() -> None:
     other = live(1)
     other[0]["config"]["policy"] = "fcfs"
     assert replay(other).differences
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_each_request_of_a_live_run_is_explained(seed: int) -> None:
-    run = replay(live(seed), detail=True)
-    for record in run.records:
-        told = explain(run, record.id)
-        if told.ttft_s is not None:
-            assert sum(one.seconds for one in told.to_first_token) == pytest.approx(told.ttft_s, abs=1e-6)
-    assert len(run.steps) == len(run.batches)
 
 
 def test_a_log_that_cannot_be_replayed_is_an_error_with_the_reason(tmp_path: Path) -> None:

@@ -185,18 +185,10 @@ def test_the_command_writes_the_same_bytes_twice_and_with_other_processes(tmp_pa
     written = []
     for name, jobs in (("a", "1"), ("b", "1"), ("c", "2")):
         out = tmp_path / name
-        arguments = [
-            "--json",
-            f"{out}.json",
-            "--csv",
-            f"{out}.csv",
-            "--trace",
-            f"{out}.trace",
-            "--requests",
-            f"{out}.r",
-        ]
-        assert main(["simulate", str(file), "--seeds", "0,1", "--jobs", jobs, *arguments]) == 0
-        written.append([Path(f"{out}{suffix}").read_bytes() for suffix in (".json", ".csv", ".trace", ".r")])
+        kinds = ("json", "csv", "trace", "requests")
+        outputs = [f"--{kind}={out}.{kind}" for kind in kinds]
+        assert main(["simulate", str(file), "--seeds", "0,1", "--jobs", jobs, *outputs]) == 0
+        written.append([Path(f"{out}.{kind}").read_bytes() for kind in kinds])
     assert written[0] == written[1] == written[2]
     data = json.loads(written[0][0])
     assert data["schema"] == "headway.simulate/1"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -125,30 +124,6 @@ def test_capacity_order_and_tetris_with_noise() -> None:
     assert p50("Tetris", 0.3) < p50("Fixed-SP8", 0.3)
 
 
-def test_chunks_in_a_run_are_nested_and_never_overlap() -> None:
-    busy = scenario(workload={"preset": "tetris-medium", "qps": 4.0, "requests": 150, "max_output": 1})
-    busy["cluster"] |= {"options": {"rate": 0.1}}
-    result = run_cluster(parse_scenario(busy), 0, keep_bars=True)
-    assert result.chunked > 5
-    lanes: dict[int, list[tuple[float, float]]] = {}
-    chunks: dict[str, dict[tuple[float, str], set[int]]] = {}
-    for bar in result.bars:
-        if bar.kind == "span":
-            lanes.setdefault(bar.instance, []).append((bar.start_s, bar.end_s))
-            chunks.setdefault(bar.request, {}).setdefault((bar.start_s, bar.note), set()).add(bar.instance)
-    for bars in lanes.values():
-        assert all(a[1] <= b[0] for a, b in pairwise(sorted(bars))), "one span at a time"
-    prompts = {record.id: record.prompt_tokens for record in result.sim.records}
-    for request, spans in chunks.items():
-        ends = [0]
-        for (_, note), _ in sorted(spans.items()):
-            start, end = map(int, note.split(":"))
-            assert start == ends[-1]
-            ends.append(end)
-        assert ends[-1] == prompts[request]
-        assert all(a < b for a, b in pairwise(group for _, group in sorted(spans.items())))
-
-
 def test_results_as_json_and_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(json.dumps(scenario()))
@@ -169,19 +144,8 @@ def test_eq1_fits_and_rates_from_the_command_line(tmp_path: Path, capsys: pytest
     fit, rates, file = tmp_path / "fit.json", tmp_path / "rates.json", tmp_path / "cluster.yaml"
     assert main(["profile", "fit-eq1", "table1", "--out", str(fit)]) == 0
     file.write_text(json.dumps(scenario(cluster={"spans": {"source": "eq1", "file": str(fit)}})))
-    arguments = [
-        "profile",
-        "rates",
-        str(file),
-        "--out",
-        str(rates),
-        "--requests",
-        "12",
-        "--loads",
-        "1:2:1",
-        "--seeds",
-        "3",
-    ]
+    few = ["--requests", "12", "--loads", "1:2:1", "--seeds", "3"]
+    arguments = ["profile", "rates", str(file), "--out", str(rates), *few]
     assert main(arguments) == 0
     assert [load for load, _ in json.loads(rates.read_text())["points"]] == [1.0, 2.0]
     # the lengths that a cluster has been sent: of a log, whose second attempt at a request counts once
@@ -196,12 +160,8 @@ def test_eq1_fits_and_rates_from_the_command_line(tmp_path: Path, capsys: pytest
     log.write_bytes(lines[0])
     assert main([*arguments, "--lengths", str(log)]) == 2
     capsys.readouterr()
-    assert (
-        main(
-            ["simulate", str(file), "--set", f"cluster.options={{rates_file: {rates}}}", "--set", "workload.requests=5"]
-        )
-        == 0
-    )
+    options = ["--set", f"cluster.options={{rates_file: {rates}}}", "--set", "workload.requests=5"]
+    assert main(["simulate", str(file), *options]) == 0
     samples = tmp_path / "samples.csv"
     samples.write_text("sp,tokens,seconds\n1,100,0.1\n1,200,x\n")
     assert main(["profile", "fit-eq1", str(samples), "--out", str(fit)]) == 2
