@@ -6,15 +6,6 @@ import msgspec
 import pytest
 
 from headway.core.batch import Batch, Chunk, DecodeGroup, GroupBatch, KvOp, ManualClock, RemoteAttention
-from headway.core.errors import (
-    CheckpointError,
-    ConfigError,
-    HeadwayError,
-    OverloadedError,
-    RequestError,
-    UnavailableError,
-)
-from headway.core.request import Request, Span
 from headway.perf.device import available_bytes, gib
 from headway.perf.hardware import ModelShape
 
@@ -46,20 +37,6 @@ def test_batch_counts_its_rows_and_round_trips_through_msgpack() -> None:
     )
     assert (batch.tokens, group.count) == (10, 2)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=Batch) == batch
-
-
-def test_whole_span_is_the_uncached_part_of_the_prompt() -> None:
-    span = Span.whole(Request(id="a", arrival_s=0, prompt_tokens=100, max_output_tokens=1, cached_tokens=30), 2)
-    assert (span.start, span.end, span.group) == (30, 100, (2,))
-
-
-def test_every_error_derives_from_headway_error_and_keeps_its_message() -> None:
-    for kind in (ConfigError, CheckpointError, RequestError, OverloadedError, UnavailableError):
-        assert issubclass(kind, HeadwayError)
-        assert str(kind("why")) == "why"
-    assert issubclass(CheckpointError, ConfigError)
-    assert RequestError("x", "prompt").param == "prompt"
-    assert OverloadedError("x", 3.0).retry_after_s == 3.0
 
 
 LLAMA_3_8B = ModelShape(layers=32, hidden=4096, q_heads=32, kv_heads=8, head_dim=128, mlp=14336, vocab=128256)

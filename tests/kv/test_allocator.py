@@ -33,28 +33,17 @@ def play(tables: BlockTables, ops: list[Op]) -> dict[str, int]:
 
 
 @given(OPS)
-def test_every_block_is_free_or_owned_once_and_allocations_are_exact(ops: list[Op]) -> None:
-    tables = BlockTables(24)
+def test_every_block_is_free_or_owned_once_and_the_same_operations_give_the_same_blocks(ops: list[Op]) -> None:
+    tables, other = BlockTables(24), BlockTables(24)
     held = play(tables, ops)
+    assert play(other, ops) == held
+    assert {name: tables.runs(name) for name in held} == {name: other.runs(name) for name in held}
     owned = [block for name in held for block in blocks_of(tables.runs(name))]
     free = blocks_of(tables.allocator.free_runs())
     assert sorted(owned + free) == list(range(24))
     assert {name: len(blocks_of(tables.runs(name))) for name in held} == held
     assert tables.allocator.free_blocks == len(free)
-
-
-@given(OPS)
-def test_the_same_operations_give_the_same_blocks(ops: list[Op]) -> None:
-    ours, theirs = BlockTables(24), BlockTables(24)
-    held = play(ours, ops)
-    play(theirs, ops)
-    assert [(name, ours.runs(name)) for name in held] == [(name, theirs.runs(name)) for name in held]
-
-
-@given(OPS)
-def test_freeing_all_leaves_one_run(ops: list[Op]) -> None:
-    tables = BlockTables(24)
-    for name in play(tables, ops):
+    for name in held:
         tables.free(name)
     assert tables.allocator.free_runs() == ((0, 24),)
 

@@ -169,19 +169,6 @@ def test_pending_requests_are_served_whole_and_in_order() -> None:
     assert not staged_kv.blocked(9.0, 2.0)
 
 
-def test_names_that_hold_kv_are_served_before_new_ones() -> None:
-    staged_kv = StagedKv(BlockManager(64, 4))
-    staged_kv.request("old", 16, 0.0)
-    assert staged_kv.admit() == ["old"]
-    staged_kv.request("new", 60, 1.0)
-    staged_kv.request("old", 40, 2.0)
-    assert staged_kv.admit() == ["old"]
-    lease = staged_kv.lease("old")
-    assert lease is not None
-    assert lease.tokens == 40
-    assert staged_kv.waiting == ("new",)
-
-
 def test_requests_that_never_fit_or_are_computed_here_are_refused() -> None:
     block_manager = BlockManager(64, 4)
     staged_kv = StagedKv(block_manager)
@@ -204,16 +191,3 @@ def test_kv_of_spans_becomes_the_requests_without_moving() -> None:
     assert staged_kv.lease("a") is lease
     assert block_manager.where(lease.request) == runs
     assert block_manager.drain_ops() == (KvOp("reserve", "a/spans", 3), KvOp("reassign", "a", 0, before="a/spans"))
-
-
-def test_kv_of_spans_is_freed_if_the_whole_was_received() -> None:
-    block_manager = BlockManager(64, 4)
-    staged_kv = StagedKv(block_manager)
-    for name in (span_kv_name("a"), "a"):
-        staged_kv.request(name, 10, 0.0)
-    staged_kv.admit()
-    whole = staged_kv.lease("a")
-    assert staged_kv.to_request("a")
-    assert staged_kv.lease("a") is whole
-    assert list(staged_kv.names()) == ["a"]
-    assert not staged_kv.to_request("b")
