@@ -190,10 +190,12 @@ def connections(data: bytes, count: int = 600, lasting_s: float = 14.0) -> Calla
 
 
 def fill(url: str, name: str) -> str:
-    """Send prompts until the journal's file may not grow, then say how the server answers."""
+    """Send longer and longer prompts until the journal may not write one, then say how the server answers."""
     said: list[str] = []
-    for _ in range(20):
-        status, text = post(url, {"model": name, "prompt": [5] * 4000, "max_tokens": 1}, "/v1/completions")
+    for number in range(20):
+        status, text = post(
+            url, {"model": name, "prompt": [5] * 4000 * (1 + number), "max_tokens": 1}, "/v1/completions"
+        )
         if status != 200:
             said.append(f"{status} {text[21:150]}")
             break
@@ -217,7 +219,7 @@ def damaged_journal() -> str:
                 client.request("POST", "/v1/completions", json.dumps(body), {"X-Request-Id": f"r{number}"})
                 client.getresponse().readline()
             server.kill()
-        file = Path(folder) / "requests.journal"
+        file = min(Path(folder).glob("request-*"))
         data = bytearray(file.read_bytes())
         data[data.index(b"r0")] ^= 1
         file.write_bytes(data)
@@ -228,7 +230,7 @@ def damaged_journal() -> str:
                 one.request("GET", f"/v1/requests/r{number}")
                 found.append(one.getresponse().status in (200, 202))
                 one.close()
-        copies = len(list(Path(folder).glob("requests.damaged-*")))
+        copies = len(list(Path(folder).glob("damaged-*")))
     what = f"{found.count(True)} of 4 were taken up; {copies} copy of the damaged file"
     return f"{'a flipped bit in one of 4 requests':40} {'':39}  {what}"
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import random
+import stat
 from typing import Any
 
 
 class SimulatedDisk:
     """Stands for the module `os` in a writer's module. Calls go to the real files, unless the seed says otherwise.
 
-    rates: probability of each fault; `full` makes all writes fail with ENOSPC, `room` those behind so many bytes of a
-    file. A crash (`crash`) leaves of each file
+    rates: probability of each fault; `full` makes all writes fail with ENOSPC. A crash (`crash`) leaves of each file
     what was synced, and of later writes a random beginning.
     """
 
@@ -20,7 +20,6 @@ class SimulatedDisk:
         self.random = random.Random(seed)
         self.fail, self.short = fail, short
         self.full = False
-        self.room: float = float("inf")
         self.faults = 0
         # Contents that are on the disk for sure, by inode; writes since then, as (offset, bytes).
         self._synced: dict[int, bytes] = {}
@@ -45,15 +44,11 @@ class SimulatedDisk:
             return memoryview(data)[: self.random.randrange(1, len(data))]
         return data
 
-    def pwrite(self, file: int, data: Any, at: int) -> int:
-        if at + len(data) > self.room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        data = self._cut(data)
-        self._since.setdefault(os.fstat(file).st_ino, []).append((at, bytes(data)))
-        return os.pwrite(file, data, at)
-
     def write(self, file: int, data: Any) -> int:
-        return os.write(file, self._cut(data))
+        data = self._cut(data)
+        about = os.fstat(file)
+        self._since.setdefault(about.st_ino, []).append((about.st_size, bytes(data)))
+        return os.write(file, data)
 
     def fsync(self, file: int) -> None:
         about = os.fstat(file)
@@ -63,7 +58,10 @@ class SimulatedDisk:
             self._since.pop(about.st_ino, None)
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         os.fsync(file)
-        self._synced[about.st_ino] = os.pread(file, about.st_size, 0)
+        if stat.S_ISDIR(about.st_mode):
+            return
+        with open(f"/proc/self/fd/{file}", "rb") as synced:  # it may be open for writing only
+            self._synced[about.st_ino] = synced.read()
         self._since.pop(about.st_ino, None)
 
     def crash(self, path: str) -> None:

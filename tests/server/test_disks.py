@@ -9,8 +9,6 @@ import asyncio
 import os
 import random
 import tempfile
-import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from headway.core.errors import ConfigError, UnavailableError
 from headway.core.files import write_output
 from headway.runtime.engine.protocol import OutputDelta
 from headway.serving import journal
-from headway.serving import journal as journal_module
 from headway.serving.journal import JournalWriter, RequestJournal
 
 HISTORIES = int(os.environ.get("DISK_HISTORIES", "50"))
@@ -45,11 +42,13 @@ async def play(seed: int, folder: Path, patch: pytest.MonkeyPatch) -> None:
     """One history of a journal: requests come, have output and end while calls fail; then a crash, or an end."""
     dice = random.Random(seed)
     disk = SimulatedDisk(seed, short=0.2)
-    patch.setattr(journal_module, "os", disk)
-    writer = JournalWriter(RequestJournal(folder, slack_bytes=dice.choice([300, 1 << 20])), "here")
+    patch.setattr(files, "os", disk)
+    writer = JournalWriter(RequestJournal(folder), "here")
     disk.fail = dice.choice([0.0, 0.05, 0.3])
     # Accepted requests that have not ended, with the output that was sent.
     alive: dict[int, list[int]] = {}
+    # Of these some output could not be recorded: it is computed again from there.
+    cut: set[int] = set()
     for step in range(dice.randrange(4, 25)):
         verb = dice.choice(["accept", "accept", "write", "write", "write", "end", "full", "free"])
         if verb in ("full", "free"):
@@ -67,6 +66,7 @@ async def play(seed: int, folder: Path, patch: pytest.MonkeyPatch) -> None:
                 # Returns whatever the disk does: the answer goes on.
                 await writer.write_output(number, 0, delta(step))
                 alive[number].append(step)
+                cut |= writer._given_up
             else:
                 writer.end(number)
                 del alive[number]
@@ -74,27 +74,25 @@ async def play(seed: int, folder: Path, patch: pytest.MonkeyPatch) -> None:
     disk.full = False
     disk.fail = 0.0
     if not crashed:
-        # The disk is well again: so is the journal, and takes what comes. One sync that failed may still be to be told.
-        for left in (1, 0):
-            await eventually(lambda: writer.problem is None)
+        # The disk is well again: so is the journal, and takes what comes. One end or sync may still fail before.
+        while True:
+            await eventually(lambda: writer.problem is None and not writer._writer._work_queue.qsize())
             try:
                 alive[await writer.accept("last", b"job", [b""], "", "hw-last")] = []
                 break
             except UnavailableError:
-                assert left, f"seed {seed}: the journal does not heal"
-    else:
-        # What waits for a sync is over: then the machine stops.
-        await eventually(lambda: not writer._queue)
+                continue
     writer.close()
     if crashed:
-        disk.crash(str(folder / "requests.journal"))
+        for path in folder.glob("request-*"):
+            disk.crash(str(path))
     again = RequestJournal(folder)
     again.close()
     # Accepted means on the disk: a crash takes at most output, from a request's end backwards, and ends.
     assert alive.keys() <= again.unfinished.keys(), f"seed {seed}: {alive.keys() - again.unfinished.keys()} are lost"
     for number, tokens in alive.items():
         found = [token for each in again.unfinished[number].outputs for one in each for token in one.tokens]
-        assert found == (tokens[: len(found)] if crashed else tokens), f"seed {seed}"
+        assert found == (tokens[: len(found)] if crashed or number in cut else tokens), f"seed {seed}"
     assert crashed or alive.keys() == again.unfinished.keys(), f"seed {seed}: ended requests came back"
 
 
@@ -151,101 +149,3 @@ def test_a_report_that_cannot_be_written_leaves_the_earlier_one(
         write_output(file, b"a new one")
     assert file.read_bytes() == b"earlier"
     assert list(tmp_path.iterdir()) == [file]
-
-
-@pytest.mark.usefixtures("impatient")
-@pytest.mark.anyio
-async def test_a_journal_that_filled_its_own_disk_heals_when_its_requests_have_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = SimulatedDisk(1)
-    disk.room = 3000
-    monkeypatch.setattr(journal_module, "os", disk)
-    monkeypatch.setattr(journal, "_ROOM_BYTES", 2500)
-    writer = JournalWriter(RequestJournal(tmp_path / "j"), "here")
-    accepted = [await writer.accept("r", bytes(100), [bytes(100)], "") for _ in range(8)]
-    with pytest.raises(UnavailableError, match="No space left"):
-        await writer.accept("r", bytes(1000), [bytes(2000)], "")
-    assert writer.problem is not None
-    for number in accepted:
-        writer.end(number)
-    await eventually(lambda: writer.problem is None)
-    assert await writer.accept("r", bytes(100), [bytes(100)], "")
-    writer.close()
-
-
-@pytest.mark.usefixtures("impatient")
-@pytest.mark.anyio
-async def test_a_full_journal_that_is_written_anew_keeps_what_comes_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk, began, over = SimulatedDisk(1), threading.Event(), threading.Event()
-    disk.room, tried = 3000, []
-    real_write, real_check = journal_module.JournalCopy.write, RequestJournal.check_room
-
-    def slow(self: Any) -> None:
-        began.set()
-        assert over.wait(20)
-        real_write(self)
-
-    def check(self: Any, size: int) -> None:
-        tried.append(size)
-        real_check(self, size)
-
-    monkeypatch.setattr(journal_module, "os", disk)
-    monkeypatch.setattr(journal, "_ROOM_BYTES", 2500)
-    monkeypatch.setattr(journal_module.JournalCopy, "write", slow)
-    monkeypatch.setattr(RequestJournal, "check_room", check)
-    writer = JournalWriter(RequestJournal(tmp_path / "j", slack_bytes=500), "here")
-    for _ in range(5):
-        writer.end(await writer.accept("ended", bytes(100), [bytes(100)], ""))
-    await eventually(began.is_set)
-    with pytest.raises(UnavailableError, match="No space left"):
-        await writer.accept("too large", bytes(1000), [bytes(2000)], "")
-    # All have ended, and the file is still full: it has to wait for the copy.
-    await eventually(lambda: len(tried) > 2 or writer.problem is None)
-    accepted = set()
-    with suppress(UnavailableError):
-        accepted.add(await writer.accept("meanwhile", b"", [b""], ""))
-    over.set()
-    await eventually(lambda: writer.problem is None and writer._copying is None)
-    accepted.add(await writer.accept("later", b"", [b""], ""))
-    writer.close()
-    again = RequestJournal(tmp_path / "j")
-    again.close()
-    assert again.unfinished.keys() == accepted
-
-
-@pytest.mark.usefixtures("impatient")
-@pytest.mark.anyio
-async def test_no_token_waits_for_the_journal_to_be_written_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    began, over = asyncio.Event(), threading.Event()
-    loop = asyncio.get_running_loop()
-    real = journal_module.JournalCopy.write
-
-    def slow(self: Any) -> None:
-        loop.call_soon_threadsafe(began.set)
-        assert over.wait(20)
-        real(self)
-
-    monkeypatch.setattr(journal_module.JournalCopy, "write", slow)
-    writer = JournalWriter(RequestJournal(tmp_path / "j", slack_bytes=500), "here")
-    number = await writer.accept("kept", b"", [b""], "")
-    for _ in range(10):
-        writer.end(await writer.accept("r", bytes(100), [b""], ""))
-    await began.wait()
-    for token in range(5):
-        await writer.write_output(number, 0, delta(token))
-    ended = await writer.accept("ended", b"", [b""], "")
-    writer.end(ended)
-    over.set()
-    before = os.path.getsize(tmp_path / "j" / "requests.journal")
-    await eventually(lambda: os.path.getsize(tmp_path / "j" / "requests.journal") < before)
-    await writer.write_output(number, 0, delta(5))
-    writer.close()
-    again = RequestJournal(tmp_path / "j")
-    again.close()
-    ((_, entry),) = again.unfinished.items()
-    assert [token for one in entry.outputs[0] for token in one.tokens] == list(range(6))

@@ -12,7 +12,7 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -107,12 +107,12 @@ _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 class PrivateFolder:
     """The folder `path`, created when missing, and its lock. All files in it are opened relative to it.
 
-    ours: beginnings of the names of the files that it holds; flag: the setting that names it, for errors; attempts: how
-    often to wait for the lock. Raises ConfigError when another process has it, when it is a link or another user's,
-    when it cannot be written, or when it cannot be made private because other files are in it.
+    ours: beginnings of the names of the files that it holds; flag: the setting that names it, for errors. Raises
+    ConfigError when another process has it, when it is a link or another user's, when it cannot be written, or when it
+    cannot be made private because other files are in it.
     """
 
-    def __init__(self, path: Path, ours: tuple[str, ...], flag: str, attempts: int = 0) -> None:
+    def __init__(self, path: Path, ours: tuple[str, ...], flag: str) -> None:
         self.path = path
         self._flag = flag
         self._descriptor = self._lock = -1
@@ -130,7 +130,7 @@ class PrivateFolder:
             self.close()
             raise
         try:
-            lock(self._lock, attempts)
+            lock(self._lock, 0)
         except OSError:
             self.close()
             raise ConfigError(f"{flag} {path}: another server writes to it; give each its own folder") from None
@@ -147,44 +147,57 @@ class PrivateFolder:
         return file
 
     def read(self, name: str) -> bytes:
-        """Return a file's contents; empty when there is none. Raises OSError for a link."""
-        try:
-            file = self.open(name, os.O_RDONLY)
-        except FileNotFoundError:
-            return b""
-        with os.fdopen(file, "rb") as stream:
+        """Return a file's contents. Raises OSError for a link, and where there is none."""
+        with os.fdopen(self.open(name, os.O_RDONLY), "rb") as stream:
             return stream.read()
 
     def names(self) -> list[str]:
         """Return the names of all that the folder holds, sorted."""
         return sorted(os.listdir(self._descriptor))
 
-    def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
+    def write(self, name: str, data: bytes) -> None:
         """Write a file durably: until all of it is on the disk, the name stands for what it stood for before.
 
         Raises OSError, and leaves no part behind."""
         part = f"{name}{PART}"
         try:
-            with os.fdopen(self.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY), "wb", buffering=0) as stream:
-                for piece in pieces:
-                    left = memoryview(piece).cast("B")
-                    while left:
-                        left = left[stream.write(left) :]
-                os.fsync(stream.fileno())
-            self.replace(part, name)
+            file = self.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+            try:
+                _write(file, data)
+                os.fsync(file)
+            finally:
+                os.close(file)
+            os.replace(part, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+            os.fsync(self._descriptor)
         except OSError:
             with suppress(OSError):
                 self.remove(part)
             raise
 
-    def replace(self, source: str, target: str) -> None:
-        """Rename a file, in place of another, durably."""
-        os.replace(source, target, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
-        os.fsync(self._descriptor)
+    def append(self, name: str, data: bytes) -> None:
+        """Append to a file that is there. Raises OSError, and appends nothing then."""
+        file = os.open(name, os.O_WRONLY | os.O_APPEND | _FLAGS, dir_fd=self._descriptor)
+        try:
+            size = os.fstat(file).st_size
+            try:
+                _write(file, data)
+            except OSError:
+                os.ftruncate(file, size)
+                raise
+        finally:
+            os.close(file)
+
+    def sync(self, name: str) -> None:
+        """Bring what was appended to a file to the disk. Raises OSError."""
+        file = os.open(name, os.O_WRONLY | _FLAGS, dir_fd=self._descriptor)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
 
     def remove(self, name: str) -> None:
         """Remove a file, if there is one."""
-        if name in os.listdir(self._descriptor):
+        with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._descriptor)
 
     def close(self) -> None:
@@ -207,6 +220,13 @@ class PrivateFolder:
                 "of its own"
             )
         os.fchmod(self._descriptor, 0o700)
+
+
+def _write(file: int, data: bytes) -> None:
+    """Write all of the data: a call may take less than it was given, on a nearly full disk for example."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(file, left) :]
 
 
 def _check_regular(file: int, name: str) -> None:

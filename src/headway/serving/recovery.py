@@ -119,10 +119,9 @@ def resume_all(server: ServerContext) -> None:
         journaled = JournaledRequest(server.journal, number, entry.outputs)
         records = [server.metrics.record(job, prompt.tokens) for prompt in job.prompts]
         form = _FORMATS[kind](job, server, accepted.id)
-        key = accepted.key or f"{number}"
         resumed = RecoveredRequest(accepted.id, accepted.owner, form, journaled, records)
-        server.recovered[key] = resumed
-        resumed.task = asyncio.create_task(_see_through(server, key, resumed))
+        server.recovered[accepted.key] = resumed
+        resumed.task = asyncio.create_task(_see_through(server, accepted.key, resumed))
     if server.recovered:
         log.warning("took up %d unfinished requests of the journal", len(server.recovered))
 
