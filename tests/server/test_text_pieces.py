@@ -21,7 +21,6 @@ from headway.serving.tokenizer import (
     ModelTokenizer,
     TextPieces,
     TokenizingMemory,
-    characters_per_token,
 )
 
 EMBEDDED = Path(embedded.__file__).parent
@@ -113,16 +112,6 @@ def test_long_prose_is_cut_and_keeps_its_special_tokens(name: str) -> None:
         assert tokenizer.encode(text, add_special_tokens=special) == tokenizer._encoded(text, special).tolist()
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=60, deadline=None)
-@given(text=st.one_of(st.text(max_size=60), st.text(ALPHABET, max_size=60), st.sampled_from(["a\u0301" * 9, " " * 50])))
-def test_no_text_has_fewer_tokens_than_the_bound_says(name: str, text: str) -> None:
-    tokenizer = TOKENIZERS[name]
-    assert tokenizer.characters_per_token is not None
-    tokens = tokenizer._encoded(text, add_special_tokens=False)
-    assert len(text) <= tokenizer.characters_per_token * len(tokens)
-
-
 def changed(**parts: Any) -> dict[str, Any]:
     """The embedded tokenizer's description with other parts."""
     return {**json.loads((EMBEDDED / "tokenizer.json").read_text()), **parts}
@@ -146,37 +135,6 @@ def test_tokenizers_without_a_known_cut_get_whole_texts(parts: dict[str, Any]) -
     tokenizer = TOKENIZERS["embedded"]
     assert tokenizer._backend is not None
     assert TextPieces.of(tokenizer._backend, changed(**parts)) is None
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        {"normalizer": {"type": "StripAccents"}},
-        {"normalizer": {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}},
-        {"pre_tokenizer": {"type": "WhitespaceSplit"}},
-        {"model": {"type": "Unigram"}},
-        {"model": {"type": "BPE", "unk_token": None}, "pre_tokenizer": None},
-        {"added_tokens": [{"content": "<mask>", "rstrip": True}]},
-    ],
-)
-def test_tokenizers_that_drop_characters_have_no_bound(parts: dict[str, Any]) -> None:
-    assert characters_per_token(changed(**parts), ["a", "bc"]) is None
-
-
-def test_a_normalizer_that_shortens_text_counts_in_the_bound() -> None:
-    parts = {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}]}, "pre_tokenizer": None}
-    replace = {"type": "Replace", "pattern": {"String": "abc"}, "content": "x"}
-    parts["normalizer"]["normalizers"].append(replace)  # type: ignore[index]
-    model = {"type": "BPE", "unk_token": "<unk>", "fuse_unk": False}
-    assert characters_per_token(changed(**parts, model=model), ["a", "bcd"]) == 3 * 4 * 3
-
-
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = TOKENIZERS["embedded"]
-    monkeypatch.setattr(tokenizer, "_encoded", None)
-    most = int(100 * (tokenizer.characters_per_token or 0))
-    with pytest.raises(RequestError, match=f"{most + 1} characters; at most {most} can fit"):
-        tokenizer.encode_long("a" * (most + 1), add_special_tokens=False, most_tokens=100)
 
 
 def test_tokenising_stops_where_the_context_is_full(monkeypatch: pytest.MonkeyPatch) -> None:

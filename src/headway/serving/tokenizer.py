@@ -15,7 +15,7 @@ import os
 import re
 import threading
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,6 @@ from headway.serving.text import (
     WindowDetokenizer,
     byte_level_bytes,
 )
-from headway.serving.tokenizer_files import add_tokens, check_prefix_space
 
 if TYPE_CHECKING:
     import tokenizers
@@ -81,71 +80,6 @@ class TokenizingMemory:
             with self._changed:
                 self._free += wanted
                 self._changed.notify_all()
-
-
-_BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
-_COMPOSED = 4
-"""Most characters that canonical composition (NFC, NFKC) makes one of: Unicode's longest decomposition."""
-
-
-def characters_per_token(description: Mapping[str, Any], vocabulary: Collection[str]) -> float | None:
-    """Return the most characters of a text that one token stands for, so that n tokens have at most n times as many.
-
-    description: the tokenizer.json. None where there is no such bound, because the tokenizer drops characters (white
-    space between words, accents) or makes one unknown token of arbitrarily many. Otherwise the longest entry of the
-    vocabulary, in characters, times the characters that the normalizer makes one of.
-    """
-    model = description.get("model") or {}
-    added = description.get("added_tokens") or []
-    factor = _normalizer_factor(description.get("normalizer"))
-    # Added tokens of these kinds take the white space beside them.
-    takes = any(token.get("lstrip") or token.get("rstrip") for token in added)
-    if factor is None or takes or model.get("type") != "BPE":
-        return None
-    stages = _members(description.get("pre_tokenizer"), "pretokenizers")
-    if any(_drops(stage) for stage in stages):
-        return None
-    if any(stage.get("type") == "ByteLevel" for stage in stages):
-        known = {byte_level_bytes(piece) for piece in vocabulary if len(piece) == 1}
-        if not {bytes([byte]) for byte in range(256)} <= known:
-            return None
-        # Each character has one byte that is no continuation byte.
-        longest = max(sum(byte & 0xC0 != 0x80 for byte in byte_level_bytes(piece)) for piece in vocabulary)
-        return factor * max(longest, 1)
-    # Unknown characters: dropped without an unknown token, many in one with `fuse_unk`, one a byte with a fall-back.
-    spelt = model.get("byte_fallback") and set(vocabulary) >= _BYTE_TOKENS
-    if not spelt and (model.get("unk_token") is None or model.get("fuse_unk")):
-        return None
-    return factor * max(map(len, vocabulary))
-
-
-def _normalizer_factor(normalizer: Mapping[str, Any] | None) -> float | None:
-    """Return the most characters of which the normalizer makes one; None without a bound."""
-    factor = 1.0
-    for stage in _members(normalizer, "normalizers"):
-        match stage.get("type"):
-            case "NFC" | "NFKC":
-                factor *= _COMPOSED
-            case "NFD" | "NFKD" | "Lowercase" | "Prepend":
-                pass
-            case "Replace" if "String" in stage.get("pattern", {}) and stage.get("content"):
-                factor *= max(1.0, len(stage["pattern"]["String"]) / len(stage["content"]))
-            case _:
-                return None
-    return factor
-
-
-def _drops(stage: Mapping[str, Any]) -> bool:
-    """Whether a pre-tokenizer may leave characters out."""
-    if stage.get("type") in ("Split", "Punctuation"):
-        return str(stage.get("behavior", "Isolated")) == "Removed"
-    return stage.get("type") not in ("ByteLevel", "Digits", "Metaspace", "UnicodeScripts")
-
-
-def _members(part: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
-    if part is None:
-        return []
-    return list(part.get(name, ())) if part.get("type") == "Sequence" else [part]
 
 
 # Cutting long texts where their tokens are the same: the tokens of the pieces, joined, are those of the whole.
@@ -308,8 +242,6 @@ class ModelTokenizer:
         }
         self._memory = TokenizingMemory(memory)
         self._pieces: TextPieces | None = None
-        # Most characters that one token stands for; None: no bound is known.
-        self.characters_per_token: float | None = None
         self._template: ChatTemplate | None = None
         if chat_template:
             from headway.serving.chat_template import ChatTemplate
@@ -328,7 +260,6 @@ class ModelTokenizer:
             description = json.loads(backend.to_str())
             self._around, exact = _special_around(backend)
             self._pieces = TextPieces.of(backend, description) if exact else None
-            self.characters_per_token = characters_per_token(description, backend.get_vocab(with_added_tokens=True))
             if self._template is not None:
                 tokens = {token.content: ident for ident, token in added.items()}
                 end = self._template.turn_end(tokens)
@@ -412,14 +343,13 @@ class ModelTokenizer:
         return self.encode_long(text, add_special_tokens=add_special_tokens).tolist()
 
     def encode_long(self, text: str, *, add_special_tokens: bool, most_tokens: int | None = None) -> array[int]:
-        """Return the token ids of a text as int32; with `most_tokens`, refuse one of more without tokenising all of it.
+        """Return the token ids of a text as int32; with `most_tokens`, refuse one of more without tokenising all of it,
+        where it can be cut.
 
         Raises RequestError for such a text, for one that takes too much memory, and when there is no tokenizer.
         """
         if self._backend is None:
             raise RequestError("this model has no tokenizer: send the prompt as an array of token ids", "prompt")
-        if most_tokens is not None:
-            self._check_characters(text, most_tokens)
         if self._pieces is None or len(text) <= PIECE_CHARACTERS:
             return self._encoded(text, add_special_tokens)
         before, after = self._around if add_special_tokens else ([], [])
@@ -439,16 +369,6 @@ class ModelTokenizer:
             # A batch of one: `encode` of the library would hold the interpreter's lock all the time.
             (found,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             return array("i", found.ids)
-
-    def _check_characters(self, text: str, most_tokens: int) -> None:
-        """Refuse a text that is too long whatever its tokens are. Raises RequestError."""
-        each = self.characters_per_token
-        if each is not None and len(text) > each * most_tokens:
-            raise RequestError(
-                f"This model's maximum context length is {most_tokens} tokens. However, the text has {len(text)} "
-                f"characters; at most {int(each * most_tokens)} can fit (no token stands for more than {each:g})",
-                "prompt",
-            )
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of all `ids` together; empty when there is no tokenizer."""
@@ -569,3 +489,87 @@ def _read_template(path: Path, config: Mapping[str, Any], required: bool) -> str
             )
         given = named["default"]
     return given if isinstance(given, str) else None
+
+
+# What the files beside tokenizer.json change in it, as transformers has it. What contradicts it is refused.
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("lstrip", "normalized", "rstrip", "single_word")
+_PLAIN_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes of transformers that take tokenizer.json as it is."""
+
+
+def add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], older: Mapping[str, Any], origin: str) -> None:
+    """Add tokens that tokenizer.json lacks, or lacks as special ones.
+
+    config: tokenizer_config.json with special_tokens_map.json; older: added_tokens.json, which counts where `config`
+    has no `added_tokens_decoder`. Raises CheckpointError for an entry that is no token, and for one whose id is taken.
+    """
+    import tokenizers
+
+    wanted: dict[str, tokenizers.AddedToken] = {}
+    ids: dict[str, int] = {}
+    try:
+        special = _named_special(config)
+        if "added_tokens_decoder" in config:
+            for index, token in sorted(config["added_tokens_decoder"].items(), key=lambda item: int(item[0])):
+                fields = {name: value for name, value in token.items() if name != "__type"}
+                wanted[token["content"]], ids[token["content"]] = tokenizers.AddedToken(**fields), int(index)
+        else:
+            for content, index in sorted(older.items(), key=lambda item: int(item[1])):
+                is_special = content in special
+                wanted[content] = tokenizers.AddedToken(content, special=is_special, normalized=not is_special)
+                ids[content] = int(index)
+        for content, token in special.items():
+            flags = {name: token[name] for name in _FLAGS if name in token} if isinstance(token, dict) else {}
+            wanted.setdefault(content, tokenizers.AddedToken(content, special=True, **flags))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{origin}: the added tokens cannot be read: {error!r}") from None
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    # Those with ids first, by id: the library numbers new tokens as they come.
+    backend.add_tokens([token for content, token in wanted.items() if content not in known])
+    for content, index in ids.items():
+        if backend.token_to_id(content) != index:
+            raise CheckpointError(
+                f"{origin}: the added token {content!r} has the id {index}, but the tokenizer.json makes it "
+                f"{backend.token_to_id(content)}: save the tokenizer again with transformers"
+            )
+
+
+def _named_special(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the special tokens that a configuration names, by content: text, or an object with flags."""
+    given = [config.get(name) for name in _NAMED]
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        more = config.get(name) or []
+        given += more.values() if isinstance(more, dict) else more
+    found: dict[str, Any] = {}
+    for token in given:
+        if token:
+            found.setdefault(token["content"] if isinstance(token, dict) else str(token), token)
+    return found
+
+
+def check_prefix_space(backend: tokenizers.Tokenizer, config: Mapping[str, Any], origin: str) -> None:
+    """Raise CheckpointError where `add_prefix_space` says one thing and tokenizer.json does another.
+
+    Classes of transformers that build the tokenizer anew obey the field, others the file.
+    """
+    wanted = config.get("add_prefix_space")
+    if not isinstance(wanted, bool) or config.get("tokenizer_class") in _PLAIN_CLASSES:
+        return
+    description = json.loads(backend.to_str())
+    stages = [
+        *_stages(description.get("normalizer"), "normalizers"),
+        *_stages(description.get("pre_tokenizer"), "pretokenizers"),
+    ]
+    does = any(
+        stage["type"] == "Prepend"
+        or (stage["type"] == "Metaspace" and stage.get("prepend_scheme", "always") != "never")
+        or (stage["type"] == "ByteLevel" and stage.get("add_prefix_space"))
+        for stage in stages
+    )
+    if wanted != does:
+        raise CheckpointError(
+            f"{origin}: tokenizer_config.json has 'add_prefix_space' {str(wanted).lower()}, but tokenizer.json puts "
+            f"{'a' if does else 'no'} space before a text: save the tokenizer again with transformers"
+        )
