@@ -10,7 +10,6 @@ import argparse
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -155,20 +154,20 @@ def not_reproduced_page() -> str:
 
 
 def cli_page() -> str:
-    from headway.cli.main import COMMANDS, NESTED
+    from headway.cli.main import COMMANDS, NESTED, implementation
 
     text = "# Command line\n\nSettings of `serve`, `cluster` and `profile` may also be given as environment variables\n"
     text += (
         "(`HEADWAY_` and the name in capitals, dashes as underscores) or in a YAML file (`--config`, a cluster file's\n"
     )
     text += "`serve:`), with underscores. A flag wins over the environment, the environment over the file.\n\n"
-    modules = {(name,): module for name, (module, _) in COMMANDS.items()} | dict(NESTED)
+    places = {(name,): where for name, (where, _) in COMMANDS.items()} | dict(NESTED)
     served: set[tuple[str, str]] = set()
-    for words in sorted(modules, key=lambda words: (words != ("serve",), words)):
-        module = import_module(modules[words])
+    for words in sorted(places, key=lambda words: (words != ("serve",), words)):
+        found = implementation(places[words])
         command = argparse.ArgumentParser(prog=f"headway {' '.join(words)}")
-        module.add_arguments(command)
-        text += command_section(command, COMMANDS[words[0]][1] if len(words) == 1 else module.__doc__, served)
+        found.add_arguments(command)
+        text += command_section(command, COMMANDS[words[0]][1] if len(words) == 1 else found.about, served)
         if words == ("serve",):
             served = {(argument(action), expanded(command, action)) for action in command._actions}
     return text

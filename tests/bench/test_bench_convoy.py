@@ -14,7 +14,7 @@ from tests.helpers.polling import until
 from tests.helpers.report_pages import ReportPage
 
 from headway.core.errors import ConfigError, HeadwayError
-from headway.serving.load import command
+from headway.serving.load import load
 from headway.serving.load.convoy import (
     ConvoyPlan,
     PolicySpec,
@@ -27,8 +27,8 @@ from headway.serving.load.convoy import (
 
 def headway_bench(*words: str) -> int:
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return command.run(parser.parse_args(words))
+    load.add_arguments(parser)
+    return load.run(parser.parse_args(words))
 
 
 SMALL = ("--long-tokens", "6000", "--short-interval", "0.1", "--short-output", "4", "--warmup", "2")

@@ -13,15 +13,15 @@ from tests.helpers.polling import until
 from tests.helpers.report_pages import ReportPage
 
 from headway.core.errors import ConfigError
-from headway.serving.load import command
+from headway.serving.load import load
 from headway.serving.load.load import GoodputTargets
 from headway.sim.metrics import SloTargets
 
 
 def headway_bench(*words: str) -> int:
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return command.run(parser.parse_args(words))
+    load.add_arguments(parser)
+    return load.run(parser.parse_args(words))
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.cli.completion import SHELLS, script
-from headway.cli.main import COMMANDS, main
+from headway.cli.main import COMMANDS, SHELLS, main, script
 
 
 def completed(words: list[str], folder: Path) -> list[str]:

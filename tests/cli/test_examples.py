@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.cli.examples import examples_folder
-from headway.cli.main import main
+from headway.cli.main import examples_folder, main
 
 
 def test_every_example_is_listed_with_a_sentence(

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from tests.docs.test_deploy import pinned
 
-from headway.cli import cluster as cluster_command
 from headway.cli.command_parser import CommandParser
+from headway.cli.serve import add_cluster_arguments
 from headway.runtime.cluster.cluster_file import ClusterFile, cluster_file
 from headway.serving.serve_settings import ServeSettings
 
@@ -93,7 +93,7 @@ def test_the_controller_starts_what_cluster_takes_with_keys_and_time_to_drain() 
     workload = one("Deployment", "headway")
     found, spec = container(workload), workload["spec"]["template"]["spec"]
     parser = CommandParser(prog="headway cluster")
-    cluster_command.add_arguments(parser)
+    add_cluster_arguments(parser)
     assert found["command"][:2] == ["headway", "cluster"]
     arguments = parser.parse_args(found["command"][2:])
     mount = next(each for each in found["volumeMounts"] if each["name"] == "cluster")

@@ -21,7 +21,7 @@ from scripts.make_reference import engine_double
 from tests.docs.test_docs import PAGES, ROOT
 
 from headway.cli import plan, simulate
-from headway.cli.main import COMMANDS, NESTED, PASSES_FLAGS
+from headway.cli.main import COMMANDS, NESTED, PASSES_FLAGS, implementation
 from headway.cli.serve import settings_of
 from headway.core.strict_yaml import read_yaml
 from headway.planning.question import parse_question
@@ -61,9 +61,8 @@ def commands(block: str) -> Iterator[list[str]]:
 
 def read_headway(words: list[str]) -> None:
     pair = (words[0], words[1]) if len(words) > 1 else ("", "")
-    module = import_module(NESTED[pair] if pair in NESTED else COMMANDS[words[0]][0])
     parser = ArgumentParser(exit_on_error=False)
-    module.add_arguments(parser)
+    implementation(NESTED[pair] if pair in NESTED else COMMANDS[words[0]][0]).add_arguments(parser)
     given = words[2:] if pair in NESTED else words[1:]
     arguments = parser.parse_known_args(given)[0] if pair in PASSES_FLAGS else parser.parse_args(given)
     if pair not in NESTED and words[0] in FILES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import codecs
 import gc
+import inspect
 import io
 import os
 import signal
@@ -14,39 +15,61 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 from headway import __version__
-from headway.cli.command_parser import CommandParser
-from headway.core.errors import HeadwayError
+from headway.cli.command_parser import CommandParser, hanging
+from headway.core.errors import ConfigError, HeadwayError
 from headway.core.extras import needs_serve
 from headway.core.machine import require_linux
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("headway.cli.serve", "serve a model to OpenAI clients"),
-    "cluster": ("headway.cli.cluster", "serve a model from several engines, with a placement policy before them"),
+    "cluster": ("headway.cli.serve:cluster", "serve a model from several engines, with a placement policy before them"),
     "prepare": ("headway.cli.prepare", "have a server compute a document's KV ahead, and keep it for questions"),
     "bench": (
-        "headway.serving.load.command",
+        "headway.serving.load.load",
         "replay a trace on an OpenAI endpoint and measure it; `bench convoy` compares policies",
     ),
     "demo": ("headway.cli.demo", "a long document and chats on one server, in numbers and a picture"),
     "simulate": ("headway.cli.simulate", "how a policy and a layout behave on a workload, in virtual time"),
-    "compare": ("headway.cli.compare", "all policies, or all placements, on one workload: a row each"),
+    "compare": ("headway.cli.simulate:compare", "all policies, or all placements, on one workload: a row each"),
     "plan": ("headway.cli.plan", "the cheapest layout, number of accelerators and policy that meet latency demands"),
     "reproduce": ("headway_research.reproduce", "reproduce the papers' figures: their numbers beside ours"),
     "accel": (
         "headway_research.accelerator.command",
         "simulate on-chip KV prefetching on an accelerator",
     ),
-    "trace": ("headway.cli.trace", "a server's event log as a trace for ui.perfetto.dev, one lane a stage"),
-    "examples": ("headway.cli.examples", "the example files that come with the package: listed, or copied"),
+    "trace": ("headway.cli.logs:trace", "a server's event log as a trace for ui.perfetto.dev, one lane a stage"),
+    "examples": ("headway.cli.main:examples", "the example files that come with the package: listed, or copied"),
     "doctor": ("headway.cli.doctor", "what this machine can do: processor, memory, kernels, devices, packages, ports"),
-    "watch": ("headway.cli.watch", "the live page of an event log, played in a browser on this machine"),
-    "why": ("headway.cli.why", "why a request's first token or worst gap came so late, from an event log"),
+    "watch": ("headway.cli.logs:watch", "the live page of an event log, played in a browser on this machine"),
+    "why": ("headway.cli.logs:why", "why a request's first token or worst gap came so late, from an event log"),
     "profile": ("headway.cli.profile", "measure how long a model takes on this machine, for better chunks"),
-    "completion": ("headway.cli.completion", "a script by which a shell completes commands, flags and files"),
+    "completion": ("headway.cli.main:completion", "a script by which a shell completes commands, flags and files"),
 }
+
+
+class Implementation(NamedTuple):
+    """What a command is made of."""
+
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[..., int]
+    about: str
+    """Its documentation: that of its function where a module has several commands, else the module's."""
+
+
+def implementation(where: str) -> Implementation:
+    """Import what implements a command: `MODULE`, or `MODULE:NAME` for its `add_NAME_arguments` and `run_NAME`."""
+    module_name, _, name = where.partition(":")
+    module = import_module(module_name)
+    if not name:
+        return Implementation(module.add_arguments, module.run, inspect.cleandoc(module.__doc__ or ""))
+    run = getattr(module, f"run_{name}")
+    return Implementation(getattr(module, f"add_{name}_arguments"), run, inspect.cleandoc(run.__doc__ or ""))
+
 
 ADVICE = {"serve": "; for flags of vLLM run `vllm serve MODEL --scheduler-cls headway.vllm.Scheduler`"}
 """What to do about unknown flags, by command."""
@@ -58,12 +81,12 @@ LINUX_ONLY = frozenset(("serve", "cluster", "demo", "profile"))
 """Commands whose engine needs Linux (eventfd, memfd, pidfd)."""
 
 NESTED: dict[tuple[str, str], str] = {
-    ("profile", "check"): "headway.cli.profile_check",
+    ("profile", "check"): "headway.cli.logs:check",
     ("profile", "fit"): "headway_research.fit.command",
     ("profile", "fit-eq1"): "headway_research.fit.eq1_command",
     ("profile", "rates"): "headway_research.tetris.profile_rates",
-    ("profile", "--vllm"): "headway.cli.profile_vllm",
-    ("doctor", "--vllm"): "headway.cli.doctor_vllm",
+    ("profile", "--vllm"): "headway.cli.vllm:profile",
+    ("doctor", "--vllm"): "headway.cli.vllm:doctor",
 }
 """Two-word commands with a parser of their own, by their words."""
 
@@ -136,19 +159,19 @@ def _run(words: list[str]) -> int:
 
         start_early()  # what takes longest, beside this command's own imports
         gc.disable()  # until there is a server: collections beside imports take a tenth of them
-    run: Callable[[argparse.Namespace], int] | None = None
-    asked = parser
+    run: Callable[..., int] | None = None
+    requested = parser
     # Only the chosen command's module is imported: the others would bring torch and seconds of imports.
-    for name, (module_name, text) in COMMANDS.items():
+    for name, (where, text) in COMMANDS.items():
         about = text[0].upper() + text[1:] + "."
         sub = commands.add_parser(name, help=text, description=about, help_pages=name in HELP_PAGES)
         if name == chosen:
-            module = import_module(module_name)
-            module.add_arguments(sub)
-            run, asked = module.run, sub
+            command = implementation(where)
+            command.add_arguments(sub)
+            run, requested = command.run, sub
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
-        asked.refuse(unknown, ADVICE.get(str(chosen), ""))
+        requested.refuse(unknown, ADVICE.get(str(chosen), ""))
     assert run is not None
     return run(arguments)
 
@@ -165,17 +188,15 @@ def _starts_engines(words: list[str]) -> bool:
 
 
 def _nested(words: list[str]) -> int:
-    module = import_module(NESTED[words[0], words[1]])
-    parser = CommandParser(prog=f"headway {words[0]} {words[1]}", description=(module.__doc__ or "").strip())
-    module.add_arguments(parser)
+    command = implementation(NESTED[words[0], words[1]])
+    parser = CommandParser(prog=f"headway {words[0]} {words[1]}", description=command.about)
+    command.add_arguments(parser)
     arguments, unknown = parser.parse_known_args(words[2:])
     if (words[0], words[1]) in PASSES_FLAGS:
-        passing: int = module.run(arguments, unknown)
-        return passing
+        return command.run(arguments, unknown)
     if unknown:
         parser.refuse(unknown)
-    status: int = module.run(arguments)
-    return status
+    return command.run(arguments)
 
 
 def _say(words: str) -> int:
@@ -219,6 +240,128 @@ def _guarded(run: Callable[[], int]) -> int:
         # Not imported: nothing was started.
         if (templates := sys.modules.get("headway.runtime.launcher.standby")) is not None:
             templates.discard_early()
+
+
+# `headway completion SHELL`: a script that completes commands, flags and files in a shell (shtab).
+
+SHELLS = ("bash", "zsh", "fish", "tcsh")
+
+
+def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "shell", choices=SHELLS, help="for which; bash: source <(headway completion bash), zsh: into a folder of $fpath"
+    )
+
+
+def run_completion(arguments: argparse.Namespace) -> int:
+    print(script(arguments.shell))
+    return 0
+
+
+def script(shell: str) -> str:
+    """Return the script. Commands whose packages are not installed complete by name only. Raises ConfigError."""
+    try:
+        import shtab
+    except ModuleNotFoundError:
+        raise ConfigError("completion needs shtab, which was left out: pip install shtab") from None
+    parser = whole_parser()
+    for command in _commands(parser):
+        for action in command._actions:
+            if action.type is Path:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+    return str(shtab.complete(parser, shell))
+
+
+def whole_parser() -> argparse.ArgumentParser:
+    """Return the parser with every command's flags, which imports the modules of all commands."""
+    from headway.core.extras import SERVE_ONLY
+
+    parser = CommandParser(prog="headway")
+    parser.add_argument("--version", action="store_true", help="print the version")
+    commands = parser.add_subparsers(dest="command")
+    for name, (where, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text)
+        try:
+            implementation(where).add_arguments(command)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in SERVE_ONLY:
+                raise
+    return parser
+
+
+def _commands(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    found = [parser]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found += [each for command in action.choices.values() for each in _commands(command)]
+    return found
+
+
+# `headway examples`: the example files that come with the package, listed, or copied to where they can be changed.
+
+
+def add_examples_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--copy",
+        type=Path,
+        nargs="?",
+        const=Path("examples"),
+        metavar="DIR",
+        help="copy them there (default: ./examples, as the documentation names them); files that exist are left",
+    )
+
+
+def run_examples(arguments: argparse.Namespace) -> int:
+    import shutil
+
+    folder = examples_folder()
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    if arguments.copy is None:
+        width = max(len(str(path.relative_to(folder))) for path in files)
+        for path in files:
+            print(hanging(f"{path.relative_to(folder)!s:{width}}  ", described(path)))
+        print(f"\nin {folder}\n`headway examples --copy` copies them to ./examples")
+        return 0
+    copied = 0
+    for path in files:
+        target = arguments.copy / path.relative_to(folder)
+        if target.exists():
+            continue
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+        except OSError as error:
+            raise ConfigError(f"cannot write {target}: {error.strerror}") from error
+        copied += 1
+    print(f"{copied} files copied to {arguments.copy}, {len(files) - copied} were there")
+    return 0
+
+
+def examples_folder() -> Path:
+    """Return the folder of the examples: in an installed package, or in the checkout that this runs from."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "examples", package.parents[1] / "examples"):
+        if folder.is_dir():
+            return folder
+    raise ConfigError("this installation has no examples: they are in wheels and in the repository")
+
+
+def described(path: Path) -> str:
+    """Return what a file says of itself: the first sentence of its opening comment or docstring, or its name field."""
+    import re
+
+    text = path.read_text()
+    if path.suffix == ".json":
+        return "a dashboard for Grafana"
+    if path.suffix == ".ipynb":
+        import json
+
+        return str(json.loads(text)["cells"][0]["source"][0]).strip("# \n") + " (a notebook)"
+    comment = re.match(r'(?:#[^\n]*\n)+|"""[^"]*"""', text)
+    words = re.sub(r'^#[ ]?|"""', "", comment[0], flags=re.MULTILINE) if comment else ""
+    # The first line of some is the command that they are for.
+    words = " ".join(line for line in words.splitlines() if not line.startswith("headway "))
+    return re.split(r"(?<=[.?]) |: (?=`)|: +$", words.strip())[0]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""`headway simulate scenario.yaml`: how a policy and a layout behave on a workload, in virtual time."""
+"""`headway simulate scenario.yaml`: how a policy and a layout behave on a workload, in virtual time. `headway compare`:
+all policies, or all placements, on it.
+"""
 
 from __future__ import annotations
 
@@ -161,6 +163,38 @@ def simulate(arguments: argparse.Namespace, data: dict[str, Any], sweeps: list[V
         raise ConfigError(result.points[0]["why"])
     # A sweep may include points that do not fit; it fails only if none does.
     return 0 if any(point["feasible"] for point in result.points) else 1
+
+
+def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `headway simulate`; `--sweep` combines with what is compared."""
+    add_arguments(parser)
+
+
+def run_compare(arguments: argparse.Namespace) -> int:
+    """`headway compare FILE`: every policy, or every placement, on one workload, a row each.
+
+    One that the workload or the cluster does not suit is a row that says why."""
+    data, _ = read(arguments)
+    from headway.sim.sweep import parse_sweep
+
+    field, names = alternatives(data)
+    more = [parse_sweep(text) for text in arguments.sweep]
+    return simulate(arguments, data, [*more, *([(field, names)] if field not in dict(more) else [])])
+
+
+def alternatives(data: dict[str, Any]) -> tuple[str, list[Any]]:
+    """Return the field that says how a scenario is scheduled, and all of its values."""
+    from headway.policy.iteration.ordering import POLICIES
+    from headway.policy.placement import registry
+
+    cluster = data.get("cluster")
+    if "pools" in data:
+        return "placement", registry.names()
+    if isinstance(cluster, dict) and "placement" in cluster:
+        return "cluster.placement", registry.names()
+    if data.get("engine") == "vllm":
+        return "vllm.scheduler", ["plugged", "default", "threshold:128", "threshold:512"]
+    return "policy.policy", list(POLICIES)
 
 
 def _parser(path: Path, data: dict[str, Any]) -> ParsePoint:

@@ -1,5 +1,5 @@
 """`headway bench`: a trace replayed on any OpenAI endpoint, with a table by class, JSON, and objectives on the command
-line.
+line; `headway bench convoy` is a command under it. The CLI registers this; heavy imports wait for `run`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,16 @@ import numpy as np
 from headway.core.errors import ConfigError
 from headway.core.files import check_outputs, write_output
 from headway.core.parse import duration, milliseconds
-from headway.serving.load.client import LoadRequest
-from headway.serving.load.prompts import PromptPool, machine, versions
+from headway.serving.load import convoy
+from headway.serving.load.client import (
+    LoadClient,
+    LoadRequest,
+    TargetEndpoint,
+    first_model,
+    run_closed_loop,
+    run_open_loop,
+)
+from headway.serving.load.prompts import SAFE_VOCAB, PromptPool, TextPrompts, machine, versions, vocab_size_of, whole
 from headway.sim.metrics import (
     NO_TARGETS,
     RequestRecord,
@@ -29,19 +37,19 @@ from headway.sim.metrics import (
     e2e_s,
     is_good,
     percentiles,
+    slowest,
+    summarise,
     tbt_s,
     tpot_s,
     ttft_s,
 )
 from headway.sim.workload import RequestTrace, TraceRequest, transforms
-from headway.sim.workload.generate import PoissonArrivals, final_classes, parse_tokens
-from headway.sim.workload.traces import FORMATS, read_trace
+from headway.sim.workload.generate import PoissonArrivals, check_classes, final_classes, parse_tokens
+from headway.sim.workload.traces import FORMATS, read_trace, shared_tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a replay, those of the workload included."""
-    from headway.serving.load.prompts import whole
-
+    """Add the options of a replay, those of the workload included, and the sub-command `convoy`."""
     where = parser.add_argument_group("where")
     where.add_argument(
         "--url", "--base-url", dest="url", default="http://127.0.0.1:8000", help="the server (default %(default)s)"
@@ -63,16 +71,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     judge.add_argument("--wide", action="store_true", help="every percentile and metric, wider than 80 columns")
     judge.add_argument("--json", type=Path, metavar="FILE", help="write results and one row a request there")
     judge.add_argument("--report", type=Path, metavar="FILE", help="write one HTML page: sentence, tables, charts")
+    commands = parser.add_subparsers(dest="bench_command", metavar="convoy", required=False)
+    convoy.add_arguments(
+        commands.add_parser("convoy", help="one long prompt and short ones at a fixed rate: the waits of both")
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the load; return 0 only if every request was answered."""
-    import numpy as np
-
-    from headway.serving.load.client import TargetEndpoint, first_model, run_closed_loop, run_open_loop
-    from headway.serving.load.prompts import SAFE_VOCAB, PromptPool, TextPrompts, vocab_size_of
+    """Run the load, or the convoy; return 0 only if every request was answered."""
+    if args.bench_command == "convoy":
+        return convoy.run(args)
     from headway.sim.report.tables import say, show, tokens
-    from headway.sim.workload.generate import check_classes
 
     goodput = GoodputTargets(args.goodput)
     if args.send_slo and not args.goodput:
@@ -116,8 +125,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _hits_line(requests: Sequence[TraceRequest], records: Sequence[RequestRecord]) -> str:
     """Return what of the prompts the endpoint says it had cached, beside what they share."""
-    from headway.sim.workload.traces import shared_tokens
-
     answered = [i for i, record in enumerate(records) if record.ok]
     total = sum(records[i].prompt_tokens for i in answered)
     if not total:
@@ -131,7 +138,6 @@ def _hits_line(requests: Sequence[TraceRequest], records: Sequence[RequestRecord
 
 
 async def _with_progress(endpoint: Any, play: Any, count: int) -> Any:
-    from headway.serving.load.client import LoadClient
     from headway.sim.report.tables import LoadProgress
 
     async with LoadClient(endpoint) as client:
@@ -142,7 +148,6 @@ async def _with_progress(endpoint: Any, play: Any, count: int) -> Any:
 def _report(
     args: argparse.Namespace, model: str, description: dict[str, Any], goodput: dict[str, Any], result: Any
 ) -> int:
-    from headway.sim.metrics import slowest, summarise
     from headway.sim.report.tables import (
         classes_sentence,
         classes_table,
