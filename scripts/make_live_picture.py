@@ -19,8 +19,8 @@ from scripts.headless_browser import browser, missing_browser
 from tests.helpers.unit_latency import small_machine
 
 from headway.policy.iteration.config import SchedulerConfig
+from headway.serving.live.pages import LogPlayer, create_app
 from headway.serving.live.recordings import EngineRecording
-from headway.serving.live.watch import LogPlayer, create_app
 from headway.sim.loop import simulate
 from headway.sim.metrics import SloTargets
 from headway.sim.replay import ReplayedRun, replay

@@ -11,8 +11,8 @@ import uvicorn
 from tests.helpers.live_feeds import logged_events
 from tests.helpers.polling import until
 
+from headway.serving.live.pages import LogPlayer, create_app
 from headway.serving.live.recordings import EngineRecording
-from headway.serving.live.watch import LogPlayer, create_app
 from headway.sim.replay import replay
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.fake_engine import FakeEngine
 
 from headway.core.errors import CheckpointError, ConfigError, RequestError
-from headway.serving.chat_template import ChatTemplate
+from headway.serving.text import ChatTemplate
 from headway.serving.tokenizer import ModelTokenizer
 
 USER = [{"role": "user", "content": "hi <&> é"}]

@@ -14,8 +14,8 @@ from tests.helpers.live_feeds import logged_events, sampled_feed
 
 from headway.runtime.engine.protocol import ChunkSample, EngineSamples, IterationSample
 from headway.serving.live import pages
+from headway.serving.live.pages import LogPlayer, create_app
 from headway.serving.live.recordings import EngineRecording
-from headway.serving.live.watch import LogPlayer, create_app
 from headway.sim.replay import replay
 
 pytestmark = pytest.mark.anyio

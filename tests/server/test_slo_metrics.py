@@ -10,8 +10,7 @@ import pytest
 from tests.helpers.fake_engine import FakeEngine, fail, say
 
 from headway.core.request import Slo
-from headway.serving.metrics import ServerMetrics
-from headway.serving.records import GenerationRecord
+from headway.serving.metrics import GenerationRecord, ServerMetrics
 
 pytestmark = pytest.mark.anyio
 

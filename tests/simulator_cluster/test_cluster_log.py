@@ -13,8 +13,8 @@ from tests.helpers.cluster_worlds import cluster
 from headway.cli.main import main
 from headway.core.errors import ConfigError
 from headway.perf.latency import eq1
+from headway.serving.live.pages import LogPlayer
 from headway.serving.live.recordings import ClusterRecording
-from headway.serving.live.watch import LogPlayer
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.cluster.state import ClusterResult
 from headway.sim.replay import is_cluster_log, read_cluster

@@ -62,8 +62,8 @@ def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
 def run_watch(arguments: argparse.Namespace) -> int:
     """`headway watch LOG`: the live page of an event log, served on this machine."""
     from headway.core.machine import check_port
+    from headway.serving.live.pages import serve
     from headway.serving.live.recordings import recording
-    from headway.serving.live.watch import serve
 
     check_port(arguments.port)
     recorded = recording(arguments.log)

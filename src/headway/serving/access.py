@@ -19,10 +19,9 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headway.serving.errors import ApiError, as_api_error, error_response, own_id, request_id
-from headway.serving.records import log_request
+from headway.serving.errors import ApiError, as_api_error, error_response, own_id, request_id, server_ending_error
+from headway.serving.metrics import log_request
 from headway.serving.settings import ServerSettings, is_loopback
-from headway.serving.tasks import server_ending_error
 
 PROTECTED = ("/v1/", "/tokenize", "/detokenize")
 _ADMINISTRATION = "/v1/cluster"

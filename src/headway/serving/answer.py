@@ -23,14 +23,13 @@ from headway.core.request import TokenLogprobs
 from headway.runtime.engine.protocol import EngineClient, OutputDelta, SubmitRequest
 from headway.serving.access import RequestOwner
 from headway.serving.context import ServerContext, context
-from headway.serving.errors import ApiError, as_api_error, engine_id, json_response
+from headway.serving.errors import ApiError, as_api_error, engine_id, json_response, server_ending_error
 from headway.serving.jobs import GenerationJob, Parse, TextOptions, TokenPrompt
 from headway.serving.journal import JournaledRequest, Kind
-from headway.serving.records import GenerationRecord
-from headway.serving.tasks import ActiveTasks, cancel_all, merged, server_ending_error
+from headway.serving.metrics import GenerationRecord
 from headway.serving.text import StopMatcher
 from headway.serving.tokenizer import ModelTokenizer
-from headway.serving.transport import DONE, SseResponse, client_gone, event
+from headway.serving.transport import DONE, ActiveTasks, SseResponse, cancel_all, client_gone, event, merged
 
 _LOWEST = -9999.0
 _PART = 512

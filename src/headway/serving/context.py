@@ -20,9 +20,9 @@ from headway.serving.journal import JournalEntry, JournalWriter, RequestJournal
 from headway.serving.live.feed import ServerFeed
 from headway.serving.metrics import ServerMetrics
 from headway.serving.settings import ServerSettings
-from headway.serving.tasks import ActiveTasks
 from headway.serving.tokenizer import ModelTokenizer
 from headway.serving.tracing import RequestTracer
+from headway.serving.transport import ActiveTasks
 
 if TYPE_CHECKING:
     from headway.serving.contexts import PreparedContext

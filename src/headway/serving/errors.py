@@ -89,6 +89,11 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
 
 
+def server_ending_error() -> UnavailableError:
+    """Return the error for a client whose request the shutdown interrupted."""
+    return UnavailableError("the server is ending; send the request again later", 5.0)
+
+
 # Request ids: the client's, sanitised, is a label in answers and logs; the server's own is the key.
 #
 # A gateway may give several requests the same id, and a client that tries again its earlier one.

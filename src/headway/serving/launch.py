@@ -149,7 +149,7 @@ def _serve(
 
 def load_tokenizer(model: str, settings: ServerSettings) -> ModelTokenizer:
     """Load a served checkpoint's tokenizer with the settings' chat template. Raises ConfigError."""
-    from headway.serving.chat_template import DEFAULT_TEMPLATE
+    from headway.serving.text import DEFAULT_TEMPLATE
     from headway.serving.tokenizer import ModelTokenizer
 
     memory, template = settings.tokenizer_memory, settings.chat_template

@@ -22,7 +22,7 @@ from headway.serving.context import ServerContext, context
 from headway.serving.errors import ApiError, as_api_error, error_response, json_response
 from headway.serving.formats import ChatFormat, CompletionFormat, ResponseFormat
 from headway.serving.journal import JournaledRequest, Kind, job_of
-from headway.serving.records import GenerationRecord
+from headway.serving.metrics import GenerationRecord
 from headway.serving.transport import DONE, SseResponse, event
 
 log = logging.getLogger("headway.server")

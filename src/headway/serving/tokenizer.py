@@ -26,6 +26,7 @@ from headway.core.files import read_input
 from headway.core.json_files import JsonFields, read_json
 from headway.serving.text import (
     ByteLevelDetokenizer,
+    ChatTemplate,
     IncrementalDetokenizer,
     SilentDetokenizer,
     WindowDetokenizer,
@@ -34,8 +35,6 @@ from headway.serving.text import (
 
 if TYPE_CHECKING:
     import tokenizers
-
-    from headway.serving.chat_template import ChatTemplate
 
 
 BYTES_PER_CHARACTER = 512
@@ -244,8 +243,6 @@ class ModelTokenizer:
         self._pieces: TextPieces | None = None
         self._template: ChatTemplate | None = None
         if chat_template:
-            from headway.serving.chat_template import ChatTemplate
-
             self._template = ChatTemplate(chat_template, special_tokens or {})
         self._turn_end: tuple[int, ...] = ()
         added = backend.get_added_tokens_decoder() if backend is not None else {}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from headway.core.errors import ConfigError
 from headway.serving.jobs import GenerationJob
-from headway.serving.records import GenerationRecord
+from headway.serving.metrics import GenerationRecord
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -23,7 +23,7 @@ from headway.core.errors import UnavailableError
 from headway.runtime.cluster.instances import InstanceAdmin
 from headway.runtime.engine.protocol import EngineClient, EngineSamples, IterationSample, SampledEngine, TransferSample
 from headway.serving.errors import ApiError
-from headway.serving.records import GenerationRecord
+from headway.serving.metrics import GenerationRecord
 from headway.vllm.log_explanation import LogExplainer
 
 if TYPE_CHECKING:
@@ -380,7 +380,7 @@ class LiveFeed:
 
         def explain() -> RequestExplanation:
             # Imported here: explanations bring numpy, which the server's process does without until it is asked.
-            from headway.serving.live.feed_explanation import explain_request
+            from headway.serving.live.recordings import explain_request
 
             return explain_request(self, request_id, known, blocks, transfers)
 
