@@ -293,10 +293,15 @@ async def test_an_answer_that_is_given_up_halfway_is_left_to_the_next_server(
 async def test_an_answer_that_is_sent_after_the_drained_engine_ended_is_not_left(
     application: Any, engine: FakeEngine, tmp_path: Path
 ) -> None:
+    engine.gate = asyncio.Semaphore(len(WANTED) - 2)
     async with application(journal=str(tmp_path)) as app:
         caller = Caller(app, PATH, {**BODY, "stream": True})
+        await caller.until(b"data:", 5)
         caller.stall()
-        await eventually(lambda: engine.finished)
+        engine.gate.release()
+        # The last token waits for its client.
+        await eventually(lambda: engine.sent == len(WANTED))
+        await run_ready_tasks()
         engine.state = "lost"
         assert app.state.headway.in_flight == 1
         caller.resume()

@@ -204,7 +204,7 @@ def test_slow_reader_on_a_real_socket(engine: FakeEngine, live: Any) -> None:
     engine.info_value = msgspec.structs.replace(engine.info_value, max_model_len=2 * many, kv_tokens_total=2 * many)
     given = {"model": "fake-model", "prompt": [2], "max_tokens": many, "stream": True, "logprobs": 20}
     body = json.dumps(given).encode()
-    with live(engine, slow_client_timeout_s=0.3, slow_client_buffer_bytes=20_000) as url:
+    with live(engine, slow_client_timeout_s=0.3) as url:
         host, port = url.removeprefix("http://").split(":")
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

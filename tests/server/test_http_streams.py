@@ -189,7 +189,7 @@ async def test_end_token_is_reported(connect: Any, engine: FakeEngine, ids: Call
 
 
 async def test_slow_client_is_dropped_and_its_memory_is_bounded(application: Any, engine: FakeEngine) -> None:
-    async with application(slow_client_timeout_s=0.15, slow_client_buffer_bytes=2000) as app:
+    async with application(slow_client_timeout_s=0.15) as app:
         slow = Caller(app, PATH, {**BODY, "max_tokens": 4000})
         await slow.until(b"data:", 1)
         slow.stall()
@@ -204,7 +204,7 @@ async def test_slow_client_is_dropped_and_its_memory_is_bounded(application: Any
 
 
 async def test_a_client_that_pauses_loses_nothing(application: Any, engine: FakeEngine) -> None:
-    async with application(slow_client_buffer_bytes=1000) as app:
+    async with application() as app:
         call = Caller(app, PATH, {**BODY, "max_tokens": 300})
         await call.until(b"data:", 1)
         call.stall()

@@ -146,10 +146,7 @@ class ServerSettings(EndpointSettings):
         10.0, gt=0, description="silence in a stream after which a ': keep-alive' comment is sent: proxies wait 60 s"
     )
     slow_client_timeout_s: Seconds = Field(
-        30.0, gt=0, description="how long a client may leave its stream unread before the request is aborted"
-    )
-    slow_client_buffer_bytes: ByteSize = Field(
-        256 << 10, gt=0, description="unsent stream data kept for one client before its stream waits"
+        30.0, gt=0, description="how long a client may take nothing of its stream before the request is aborted"
     )
 
     # -- latency that clients may ask for: beyond it a target is taken as the limit -----------------------------------

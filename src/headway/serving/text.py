@@ -1,7 +1,7 @@
 """Text from tokens: incremental detokenization, and stop strings; and text from messages: chat templates.
 
-Stop strings: one Knuth-Morris-Pratt automaton per string is stepped once per character, so the result does not depend on
-how the text is cut into pieces. The match that completes first wins; of several that complete together, the longest.
+Of stop strings, one Knuth-Morris-Pratt automaton per string is stepped once per character, so the result does not
+depend on how the text is cut. The match that completes first wins; of several that complete together, the longest.
 """
 
 from __future__ import annotations

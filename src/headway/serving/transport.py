@@ -1,8 +1,8 @@
 """Connections of clients: the tasks that compute answers, server-sent events to slow or disconnected readers, and
 bounds on the number and idle time of connections.
 
-Three tasks per stream: the *pump* moves events from the source into a small buffer, the *writer* sends the buffer, the
-*watcher* waits for the client to disconnect. In every case the source is closed before the response ends.
+Two tasks per stream: the *writer* takes events from the source and sends them, the *watcher* waits for the client to
+disconnect. In every case the source is closed before the response ends.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
@@ -129,7 +128,7 @@ class SseResponse(Response):
     """Response that streams `source`, whose items are whole events. `on_end` is called once, after it is closed.
 
     An error before the first byte becomes an ordinary error response; a later one becomes a last event of the stream. A
-    client that leaves the stream unread for `slow_client_timeout_s` seconds is disconnected.
+    client that takes nothing for `slow_client_timeout_s` seconds is disconnected; meanwhile `source` waits.
     """
 
     def __init__(
@@ -142,123 +141,68 @@ class SseResponse(Response):
         super().__init__(status_code=200, media_type="text/event-stream")
         self._source = source
         self._settings = settings
-        self._ongoing = active
+        self._active = active
         self._on_end = on_end
-        # Events not yet sent, and their size in bytes.
-        self._buffer: list[bytes] = []
-        self._buffered = 0
-        self._error: ApiError | None = None
-        self._ended = False
-        # Wakes the writer: something to send, or the end. `_emptied` wakes the pump: the buffer was sent.
-        self._filled = asyncio.Event()
-        self._emptied = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response; called by the framework."""
-        scope["headway.half_closed"] = self._probe
-        # The pump is registered as active: at shutdown it is cancelled, and the writer sends its error.
-        tasks = [self._ongoing.begin(self._pump())]
+        writer = asyncio.create_task(self._write(scope, receive, send))
+        watcher = asyncio.create_task(client_gone(receive))
         try:
-            writer = asyncio.create_task(self._write(scope, receive, send))
-            watcher = asyncio.create_task(client_gone(receive))
-            tasks += [writer, watcher]
             await asyncio.wait({writer, watcher}, return_when=asyncio.FIRST_COMPLETED)
             if not writer.done():
                 scope.setdefault("headway.log", {})["client"] = "gone"
             elif writer.exception() is not None:
                 scope.setdefault("headway.log", {})["client"] = "too slow or gone"
         finally:
-            # Waits for the pump to close the source, which aborts the request in the engine.
-            await cancel_all(tasks)
+            # Waits for the writer to close the source, which aborts the request in the engine.
+            await cancel_all([writer, watcher])
             self._on_end()
 
-    async def _pump(self) -> None:
-        """Move events from the source to the buffer; wait while the client is too far behind."""
-        # Seconds waited since the buffer was last empty: one budget for all waits of a client that never catches up.
-        blocked_s = 0.0
-        try:
-            async with aclosing(self._source) as source:
-                async for item in source:
-                    self._buffer.append(item)
-                    self._buffered += len(item)
-                    self._filled.set()
-                    # Let the writer run, so that a fast client counts as having caught up.
-                    await asyncio.sleep(0)
-                    if self._buffered > self._settings.slow_client_buffer_bytes:
-                        blocked_s += await self._room(self._settings.slow_client_timeout_s - blocked_s)
-                    elif not self._buffer:
-                        blocked_s = 0.0
-        except asyncio.CancelledError:
-            self._error = as_api_error(server_ending_error())  # sent by the writer, if the client is still connected
-            raise
-        except Exception as error:
-            self._error = as_api_error(error)
-            if self._error.status == 500 and not isinstance(error, ApiError):
-                log.exception("a stream failed")
-        finally:
-            self._ended = True
-            self._filled.set()
-
-    async def _room(self, patience_s: float) -> float:
-        """Wait until the writer has taken the buffer; return the seconds waited.
-
-        Raises ApiError 408 after `patience_s` seconds.
-        """
-        began = time.monotonic()
-        self._emptied.clear()
-        try:
-            async with asyncio.timeout(patience_s):
-                await self._emptied.wait()
-        except TimeoutError:
-            raise ApiError(408, "the stream was not read fast enough") from None
-        return time.monotonic() - began
-
     async def _write(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the status line, then the buffer whenever it is filled, and keep-alive comments in between."""
-        await self._wait(min(_FIRST_WAIT_S, self._settings.keep_alive_s))
-        if self._error is not None and not self._buffer:
-            await error_response(self._error)(scope, receive, send)
-            return
-        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        while True:
-            # `_ended` is read before the buffer is taken: no event can be added after it.
-            last = self._ended
-            data = self._take()
-            if not data and not last:
-                silent = not await self._wait(self._settings.keep_alive_s)
-                data, last = (KEEP_ALIVE, False) if silent else (self._take(), self._ended)
-            if last and self._error is not None:
-                data += event(error_object(self._error))
-            async with asyncio.timeout(self._settings.slow_client_timeout_s):
-                await send({"type": "http.response.body", "body": data, "more_body": not last})
-            if last:
-                return
+        """Send the status line, then each event as it comes, and keep-alive comments in between."""
+        begun, last = False, False
+        patience_s = min(_FIRST_WAIT_S, self._settings.keep_alive_s)
+        async with aclosing(self._source) as source:
+            while not last:
+                # Registered as active: a shutdown cancels it, and the client is sent that error.
+                coming = self._active.begin(_next(source))
+                try:
+                    while not coming.done():
+                        await asyncio.wait({coming}, timeout=patience_s)
+                        patience_s = self._settings.keep_alive_s
+                        data, error = (KEEP_ALIVE if begun else b"", None) if not coming.done() else _outcome(coming)
+                        if error is not None and not begun:
+                            await error_response(error)(scope, receive, send)
+                            return
+                        last = error is not None or data is None
+                        if not begun:
+                            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                            begun = True
+                        body = event(error_object(error)) if error is not None else data or b""
+                        async with asyncio.timeout(self._settings.slow_client_timeout_s):
+                            await send({"type": "http.response.body", "body": body, "more_body": not last})
+                finally:
+                    if not coming.done():
+                        await cancel_all([coming])
 
-    def _probe(self) -> None:
-        """Send a comment now: a client that has left altogether is noticed by it."""
-        if not self._ended:
-            self._buffer.append(KEEP_ALIVE)
-            self._filled.set()
 
-    async def _wait(self, seconds: float) -> bool:
-        """Wait for something to send or the end of the source; return False after `seconds` without either."""
-        if self._buffer or self._ended:
-            return True
-        self._filled.clear()
-        try:
-            async with asyncio.timeout(seconds):
-                await self._filled.wait()
-        except TimeoutError:
-            return False
-        return True
+async def _next(source: AsyncGenerator[bytes, None]) -> bytes | None:
+    """Return the next item; None at the end."""
+    return await anext(source, None)
 
-    def _take(self) -> bytes:
-        """Empty the buffer, wake the pump, and return the bytes."""
-        data = b"".join(self._buffer)
-        self._buffer.clear()
-        self._buffered = 0
-        self._emptied.set()
-        return data
+
+def _outcome(coming: asyncio.Task[bytes | None]) -> tuple[bytes | None, ApiError | None]:
+    """Return a finished task's item, or the error to show for what it raised."""
+    if coming.cancelled():
+        return None, as_api_error(server_ending_error())
+    error = coming.exception()
+    if error is None:
+        return coming.result(), None
+    shown = as_api_error(error)
+    if shown.status == 500 and not isinstance(error, ApiError):
+        log.error("a stream failed", exc_info=error)
+    return None, shown
 
 
 async def client_gone(receive: Receive) -> None:
@@ -272,8 +216,7 @@ async def client_gone(receive: Receive) -> None:
 #
 # uvicorn bounds the time between requests of a connection, but not that of a first or a half-sent one, and at its limit
 # of connections it refuses health checks as well. Here: a header time-out; a limit at which the connection that has
-# waited longest without a request makes place for a new one; a reserve, where all are busy, for health checks; and an
-# answer for clients that have closed their sending side only.
+# waited longest without a request makes place for a new one; and a reserve, where all are busy, for health checks.
 
 PROBES = ("/health", "/ready", "/metrics")
 """Paths that connections of the reserve may ask for."""
@@ -286,10 +229,6 @@ _OWN_FILES = 64
 _WANTED_FILES = 65_536
 _REPORT_S = 60.0
 """Shortest time between two log lines about refused connections."""
-_PEER_CHECK_S = 0.25
-"""Time between two looks at whether a client that closed its sending side is there at all."""
-_TCP_CLOSE = 7
-"""State of a connection in `TCP_INFO` once the other end has reset it."""
 
 
 def raise_file_limit() -> None:
@@ -347,7 +286,6 @@ class HttpConnection(H11Protocol):
         self._table = table
         self._settings = table.settings
         self._timer: asyncio.TimerHandle | None = None
-        self._half_closed = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Admit the connection, in place of the one that has waited longest where there are too many."""
@@ -379,26 +317,6 @@ class HttpConnection(H11Protocol):
             self._no_longer_wait()
         else:
             self._wait()
-
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection open where the client has sent a whole request and only closed its sending side.
-
-        A client that has left altogether looks the same until it is sent something: its system then answers with a
-        reset. So something is sent at once that clients ignore: an interim response, or a comment in a stream.
-        """
-        if self._half_closed:
-            return True
-        if not self._busy or self.cycle.more_body:
-            return False
-        self._half_closed = True
-        self.cycle.keep_alive = False
-        if not self.cycle.response_started and self.conn.our_state is h11.SEND_RESPONSE:
-            self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
-        else:
-            scope: dict[str, Any] = dict(self.scope)
-            scope.get("headway.half_closed", _nothing)()
-        self.loop.call_later(_PEER_CHECK_S, self._check_peer)
-        return True
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP, and close. A request whose body was broken off so gets no other answer."""
@@ -449,16 +367,6 @@ class HttpConnection(H11Protocol):
             self._timer.cancel()
             self._timer = None
 
-    def _check_peer(self) -> None:
-        """End the connection when the other end has reset it; look again later otherwise."""
-        if self.transport.is_closing():
-            return
-        connection: socket.socket = self.transport.get_extra_info("socket")
-        if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE:
-            self.transport.abort()
-        else:
-            self.loop.call_later(_PEER_CHECK_S, self._check_peer)
-
 
 class _ProbesOnly:
     """ASGI application of a connection above the limit: health checks pass, all else gets 503."""
@@ -473,7 +381,3 @@ class _ProbesOnly:
         headers = {"Connection": "close", "Retry-After": "1"}
         message = "too many connections are open at this time; try again"
         await error_response(ApiError(503, message, headers=headers))(scope, receive, send)
-
-
-def _nothing() -> None:
-    """Stand for a callback that no stream has set."""
