@@ -108,8 +108,8 @@ def test_a_slice_of_a_real_trace(serve_fake, tmp_path: Path) -> None:  # type: i
 def test_ctrl_c_reports_finished_requests(serve_fake, untimed: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     file = tmp_path / "o.json"
     code = (
-        "import argparse, sys\nfrom headway.serving.load import command\np = argparse.ArgumentParser()\n"
-        "command.add_arguments(p)\nsys.exit(command.run(p.parse_args(sys.argv[1:])))\n"
+        "import argparse, sys\nfrom headway.serving.load import load\np = argparse.ArgumentParser()\n"
+        "load.add_arguments(p)\nsys.exit(load.run(p.parse_args(sys.argv[1:])))\n"
     )
     url = serve_fake()
     words = ["--url", url, "--trace", str(untimed), "--rate", "5", "--json", str(file)]
@@ -181,8 +181,8 @@ def test_numbers_below_the_least_are_refused(words: tuple[str, ...], capsys: pyt
 def test_help_is_quick_and_imports_nothing_heavy() -> None:
     code = (
         "import argparse, sys\nfrom headway.cli import demo\n"
-        "from headway.serving.load import command\np = argparse.ArgumentParser()\n"
-        "command.add_arguments(p)\ndemo.add_arguments(argparse.ArgumentParser())\np.format_help()\n"
+        "from headway.serving.load import load\np = argparse.ArgumentParser()\n"
+        "load.add_arguments(p)\ndemo.add_arguments(argparse.ArgumentParser())\np.format_help()\n"
         "print([n for n in ('aiohttp', 'matplotlib', 'torch', 'tokenizers') if n in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,6 +9,7 @@ import math
 import re
 import secrets
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -46,8 +47,10 @@ def decode(body: bytes | bytearray) -> dict[str, Any]:
     """Decode a body, without fields that are null. Raises RequestError when it is not one JSON object."""
     try:
         fields = _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _malformed(bytes(body), error) from None
+    except RecursionError:
+        raise RequestError("the request body is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _malformed(bytes(body), str(error)) from None
     if not isinstance(fields, dict):
         raise RequestError("the request body must be a JSON object")
     return {name: value for name, value in fields.items() if value is not None}
@@ -151,59 +154,24 @@ def short(value: object) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def _malformed(body: bytes, error: Exception) -> RequestError:
-    """Describe invalid JSON and the field near it, without quoting the prompt. error: what the decoder raised."""
-    if isinstance(error, RecursionError):
-        return RequestError("the request body is nested too deeply")
-    if "truncated" in str(error) or "surrogate" in str(error):
-        # The decoder reports half a surrogate pair at the end of a text as truncated input.
-        try:
-            path = _half_pair(json.loads(body), "")
-        except (ValueError, RecursionError):
-            path = None
-        if path is not None:
-            field = re.split(r"[.\[]", path)[0]
-            return RequestError(f"'{path}' holds half of a surrogate pair, which is not a character", field)
-    truncated = "truncated" in str(error)
-    place = _POSITION.search(str(error))
-    name = _broken_field(body) or _field_before(body, int(place[1]) if place else len(body) if truncated else 0)
+def _malformed(body: bytes, why: str) -> RequestError:
+    """Describe invalid JSON and the field near it, without quoting the prompt. why: the decoder's words."""
+    place = _POSITION.search(why)
+    name = _broken_field(body) or _field_before(body, int(place[1]) if place else len(body))
+    if "truncated" in why:
+        why = "it ends too early, or a text holds half of a surrogate pair"
     where = f" in or after '{name}'" if name else ""
-    if isinstance(error, UnicodeDecodeError):
-        return RequestError(f"the text{where} is not valid UTF-8", name)
-    if "out of range" in str(error):
-        return RequestError(f"the number{where} is out of range", name)
-    detail = ": it ends too early" if truncated else f" at byte {place[1]}" if place is not None else ""
-    return RequestError(f"the request body is not valid JSON{where}{detail}", name)
-
-
-def _half_pair(value: Any, path: str) -> str | None:
-    """Return the path of the first text that has half of a surrogate pair; None where all are characters."""
-    if isinstance(value, str):
-        return None if value.isascii() or not re.search("[\ud800-\udfff]", value) else path
-    if isinstance(value, list):
-        inner = ((f"{path}[{index}]", each) for index, each in enumerate(value))
-    elif isinstance(value, dict):
-        names = [ascii(name)[1:-1] for name in value]
-        if any(_half_pair(name, "name") for name in value):
-            return path or next(shown for name, shown in zip(value, names, strict=True) if _half_pair(name, "name"))
-        inner = ((f"{path}.{name}" if path else name, each) for name, each in zip(names, value.values(), strict=True))
-    else:
-        return None
-    return next((found for name, each in inner if (found := _half_pair(each, name)) is not None), None)
+    return RequestError(f"the request body is not valid JSON{where}: {why}", name)
 
 
 def _broken_field(body: bytes) -> str | None:
     """Return the first field whose value cannot be read; None where the body is no object of values."""
-    try:
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    for name, value in fields.items():
-        try:
+    name = None
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        for name, value in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items():  # noqa: B007
             msgspec.json.decode(value)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return name
-    return None
+        return None
+    return name
 
 
 def _field_before(data: bytes, position: int) -> str | None:
