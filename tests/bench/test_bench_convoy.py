@@ -16,12 +16,10 @@ from tests.helpers.report_pages import ReportPage
 from headway.core.errors import ConfigError, HeadwayError
 from headway.serving.load import load
 from headway.serving.load.convoy import (
-    ConvoyPlan,
     PolicySpec,
     ServerError,
     ServerProcess,
     parse_policies,
-    random_prompts,
 )
 
 
@@ -123,16 +121,6 @@ def test_a_prompt_that_the_server_does_not_allow_is_refused_before_the_warm_up( 
 def test_labels_are_one_for_each_server(serve_fake) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match="2 --url and 1 --label"):
         headway_bench("convoy", "--url", "http://a", "--url", "http://b", "--label", "stock")
-
-
-def test_prompts_share_a_prefix_only_if_asked() -> None:
-    shared = random_prompts(ConvoyPlan(long_tokens=500, shared_prefix=100), 1000)
-    apart = random_prompts(ConvoyPlan(long_tokens=500), 1000)
-    for source, common in ((shared, 100), (apart, 0)):
-        first, second = (json.loads(source.long().prompt) for _ in range(2))
-        assert len(first) == len(second) == 500
-        assert (first[:100] == second[:100]) == bool(common)
-        assert first[100:] != second[100:]
 
 
 def test_shorts_end_even_if_the_long_prompt_does_not(serve_fake, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -247,13 +247,6 @@ def test_number_of_processes_changes_nothing() -> None:
         assert PlanSearch(question).run() == PlanSearch(question, runner).run()
 
 
-def test_screening_finds_a_plan_that_meets_all_demands_and_says_how_many_it_removed() -> None:
-    result = PlanSearch(random_question(3, effort=1, t_target_s=[0.02, 0.03, 0.05, 0.08, 0.1, 0.2])).run()
-    assert result.best is not None
-    assert result.screened > 0
-    assert result.best.meets(result.question.demand_list())
-
-
 def test_front_goes_on_to_dearer_plans_and_has_no_dominated_one() -> None:
     question = random_question(3, front=True, split=False)
     front = pareto(PlanSearch(question).run().measures, question)

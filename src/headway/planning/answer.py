@@ -44,7 +44,6 @@ def result_json(result: PlanResult, bars: PlanErrorBars | None = None) -> dict[s
         ],
         "bounded": result.bounded,
         "missed_at_peak": result.missed_at_peak,
-        "screened": result.screened,
         "simulated": len(result.measures),
         "best": measure_json(result.best, question),
         "nearest": measure_json(result.nearest, question),
@@ -364,8 +363,6 @@ def _tried(result: PlanResult, bars: PlanErrorBars | None) -> str:
             f"{result.missed_at_peak} more miss a demand by the busiest part of the workload alone: "
             "search.busiest_part=1 simulates them on all of it"
         )
-    if result.screened:
-        words.append(f"{result.screened} removed on a part of the workload: raise search.effort for an exact search")
     words.append(f"iteration times: {latency_note(result.question, result.best or result.nearest)}")
     if bars is not None:
         behind = "" if bars.slow.complete() else "; ∞: it no longer keeps up"

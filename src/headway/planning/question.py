@@ -70,11 +70,6 @@ class SearchSection(FileSection):
     t_target_s: tuple[Aim, ...] = Field(
         default=(0.025, 0.05, 0.1, 0.2), min_length=1, description="longest iterations aimed at, seconds"
     )
-    effort: Count = Field(
-        default=2_000_000,
-        description="simulated requests on one level of cost; above it, candidates are first screened on a part of the "
-        "workload",
-    )
     busiest_part: Count = Field(
         default=8,
         description="candidates are first simulated on the busiest of so many parts of the workload, if it has 200 "

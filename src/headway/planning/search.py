@@ -5,9 +5,7 @@ can miss it. Within a level closed-form bounds remove candidates that cannot do 
 the busiest part of the workload: what already misses more there than a percentile over the whole workload tolerates is
 removed. That is exact unless requests before the part would have helped those in it. The rest is simulated in order of
 what it reaches there, and stops as soon as a demand is certainly missed or, once one meets all demands, its margin is
-certainly narrower, which is exact too (without `front`). Only a level that would take more than `search.effort`
-simulated requests is screened before, by successive halving: each round simulates twice as large a part of the workload
-and keeps the better half. The answer says so.
+certainly narrower, which is exact too (without `front`).
 """
 
 from __future__ import annotations
@@ -42,15 +40,11 @@ from headway.sim.build import classes_of, latency_of
 from headway.sim.workload import TraceRequest
 from headway.sim.workload.generate import check_classes
 
-_FIRST_PART = 8
-"""The first round of a screening simulates one part in so many of the workload."""
 _PEAK_REQUESTS = 200
 """Fewest requests of the busiest part that candidates are first simulated on; a smaller workload is simulated at once,
 in the order of the search space."""
 _FIRST_WAVE = 2
 """Candidates of a level that run before a margin is known; each wave has twice as many as the one before."""
-_FEWEST = 4
-"""Candidates that a screening always leaves."""
 _DRAWS = 10
 """Draws of the error of iteration times; the first and the last are the ends of a band that holds nine of ten."""
 _NEAREST = 3
@@ -76,8 +70,6 @@ class PlanResult:
     """Candidates that a closed-form bound removed."""
     missed_at_peak: int = 0
     """Candidates that missed a demand over the whole workload by what they missed in its busiest part."""
-    screened: int = 0
-    """Candidates that were removed on a part of the workload."""
     requests: int = 0
     """Requests of the first seed."""
 
@@ -96,7 +88,7 @@ class PlanSearch:
         self._missed_at_peak: dict[DeploymentCandidate, CandidateMeasure] = {}
         self._work: dict[tuple[str, ParallelLayout], LeastWork] = {}
         self._behind: set[DeploymentCandidate] = set()
-        self._bounded = self._screened = 0
+        self._bounded = 0
         first, demanded = self._workloads[0], [one.klass for one in self.demands if one.klass != "all"]
         for klass in check_classes("demands.", demanded, first, partial(classes_of, question.workload), ", and `all`"):
             raise ConfigError(
@@ -123,7 +115,7 @@ class PlanSearch:
         nearest = None if best is not None or not fitting else self._nearest(fitting)
         return PlanResult(
             question, best, tuple(self._measures.values()), nearest, len(space), faults, self._bounded,
-            len(self._missed_at_peak), self._screened, len(self._workloads[0]),
+            len(self._missed_at_peak), len(self._workloads[0]),
         )  # fmt: skip
 
     def _cost(self, candidate: DeploymentCandidate) -> float:
@@ -140,9 +132,6 @@ class PlanSearch:
         """Measure the candidates of one cost."""
         possible = [candidate for candidate in level if self._possible(candidate)]
         self._bounded += len(level) - len(possible)
-        each = sum(map(len, self._workloads))
-        if len(possible) * each > self.question.search.effort:
-            possible = self._screen(possible)
         if self.question.search.front:
             return self._measure([SimulationJob(self.question, candidate) for candidate in possible])
         return self._race(possible)
@@ -199,19 +188,6 @@ class PlanSearch:
                 if late > tolerated(len(mine), demand.percent):
                     return False
         return True
-
-    def _screen(self, level: list[DeploymentCandidate]) -> list[DeploymentCandidate]:
-        """Successive halving: keep the better half on ever larger parts of the workload."""
-        part = _FIRST_PART
-        while part > 1 and len(level) > _FEWEST:
-            requests = max(1, len(self._workloads[0]) // part)
-            measured = self._measure([SimulationJob(self.question, c, requests) for c in level], keep=False)
-            ranked = sorted(measured, key=lambda one: one.rank(self.demands))
-            kept = {one.candidate for one in ranked[: max(_FEWEST, (len(level) + 1) // 2)]}
-            self._screened += len(level) - len(kept)
-            level = [candidate for candidate in level if candidate in kept]
-            part //= 2
-        return level
 
     def _measure(self, jobs: list[SimulationJob], keep: bool = True) -> list[CandidateMeasure]:
         measured = self._runner.measure(jobs)

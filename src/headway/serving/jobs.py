@@ -83,20 +83,21 @@ class PromptReader:
         """Most token ids of all prompts of a request, and one more of each."""
         return sys.maxsize if self._most_tokens is None else self._max_prompts * (self._most_tokens + 1)
 
-    def read(self, prompt: Any, *, add_special_tokens: bool, name: str = "prompt") -> tuple[TokenPrompt, ...]:
+    def read(self, prompt: Any, *, add_special_tokens: bool) -> tuple[TokenPrompt, ...]:
         """Read text, token ids, or an array of either, as one or several prompts; none of them is empty.
 
-        prompt: the value of the body's field `name`. Raises RequestError.
+        Raises RequestError.
         """
         if not isinstance(prompt, list):
-            return (self._one(prompt, add_special_tokens, name, name),)
+            return (self._one(prompt, add_special_tokens, "prompt"),)
         # An array of neither arrays nor strings: one prompt of token ids (or an empty one).
         if not prompt or not isinstance(prompt[0], list | str):
-            return (self._ids_prompt(prompt, name, name),)
+            return (self._ids_prompt(prompt, "prompt"),)
         if len(prompt) > self._max_prompts:
-            asked = f"'{name}' holds {len(prompt)} prompts"
-            raise RequestError(f"{asked}; at most {self._max_prompts} are allowed", name)
-        return tuple(self._one(item, add_special_tokens, name, f"{name}[{index}]") for index, item in enumerate(prompt))
+            raise RequestError(
+                f"'prompt' holds {len(prompt)} prompts; at most {self._max_prompts} are allowed", "prompt"
+            )
+        return tuple(self._one(item, add_special_tokens, f"prompt[{index}]") for index, item in enumerate(prompt))
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any] | None
@@ -119,21 +120,19 @@ class PromptReader:
             raise RequestError(f"'{name}' holds {len(value)} token ids; at most {self._most_tokens} are allowed", name)
         return self._checked(value, name, name)
 
-    def text(self, text: str, *, add_special_tokens: bool, name: str = "prompt", label: str = "prompt") -> TokenPrompt:
-        """Tokenize a text. label: what errors call it in the body's field `name`. Raises RequestError when empty."""
-        if not text:
-            raise RequestError(f"'{label}' is empty", name)
-        ids = self._encode(text, name, add_special_tokens=add_special_tokens)
+    def text(self, text: str, *, add_special_tokens: bool, label: str = "prompt") -> TokenPrompt:
+        """Tokenize a text. label: what errors call it. Raises RequestError when empty."""
+        ids = self._encode(text, "prompt", add_special_tokens=add_special_tokens) if text else None
         if not ids:
-            raise RequestError(f"'{label}' is empty: the text has no tokens", name)
+            raise RequestError(f"'{label}' is empty" + (": the text has no tokens" if text else ""), "prompt")
         return TokenPrompt.of(ids)
 
-    def _one(self, prompt: Any, add_special_tokens: bool, name: str, label: str) -> TokenPrompt:
+    def _one(self, prompt: Any, add_special_tokens: bool, label: str) -> TokenPrompt:
         if isinstance(prompt, list):
-            return self._ids_prompt(prompt, name, label)
+            return self._ids_prompt(prompt, label)
         if not isinstance(prompt, str):
-            raise RequestError(f"'{label}' must be text or an array of token ids", name)
-        return self.text(prompt, add_special_tokens=add_special_tokens, name=name, label=label)
+            raise RequestError(f"'{label}' must be text or an array of token ids", "prompt")
+        return self.text(prompt, add_special_tokens=add_special_tokens, label=label)
 
     def _encode(self, text: str, name: str, *, add_special_tokens: bool) -> array[int]:
         """Tokenize a text of the body's field `name`. Raises RequestError."""
@@ -144,10 +143,10 @@ class PromptReader:
         except RequestError as error:
             raise RequestError(str(error), name) from None
 
-    def _ids_prompt(self, value: list[Any], name: str, label: str) -> TokenPrompt:
-        ids = self._checked(value, name, label)
+    def _ids_prompt(self, value: list[Any], label: str) -> TokenPrompt:
+        ids = self._checked(value, "prompt", label)
         if not ids:
-            raise RequestError(f"'{label}' is empty", name)
+            raise RequestError(f"'{label}' is empty", "prompt")
         return TokenPrompt.of(ids)
 
     def _checked(self, value: list[Any], name: str, label: str) -> array[int]:

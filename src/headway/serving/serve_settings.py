@@ -241,32 +241,17 @@ class ServeSettings(EndpointSettings, SchedulerSettings, EngineSettings):
         Raises ConfigError for scheduler settings that contradict each other.
         """
         SchedulerConfig.named(self.mode, **self.scheduler)
-        return EngineConfig(
-            model=model,
-            dtype=self.dtype,
-            device=self.device,
-            max_model_len=self.max_model_len,
+        same = {name: getattr(self, name) for name in EngineConfig.__struct_fields__ if name in type(self).model_fields}
+        different = {
+            "model": model,
             # Bytes; None: sized to the memory that is free.
-            kv_cache_bytes=self.kv_cache_memory,
-            prefix_cache=self.caches_prefixes,
-            threads=self.threads,
-            tensor_parallel_size=self.tensor_parallel_size,
-            pipeline_parallel_size=self.pipeline_parallel_size,
-            kv_parallel_size=self.kv_parallel_size,
-            nnodes=self.nnodes,
-            ray_address=self.ray_address,
-            max_queued_requests=self.max_queued_requests,
-            mode=self.mode,
-            scheduler=self.scheduler,
-            latency_profile=self.latency_profile,
-            event_log=self.event_log,
-            live_page=self.live_page,
-            worker_timeout_s=self.worker_timeout,
-            standby=self.keeps_standby,
-            max_restarts=self.max_restarts,
-            log_level=self.log_level,
-            log_format=self.log_format,
-        )
+            "kv_cache_bytes": self.kv_cache_memory,
+            "prefix_cache": self.caches_prefixes,
+            "scheduler": self.scheduler,
+            "worker_timeout_s": self.worker_timeout,
+            "standby": self.keeps_standby,
+        }
+        return EngineConfig(**{**same, **different})
 
     def server_settings(self) -> ServerSettings:
         """Return the HTTP server's settings."""

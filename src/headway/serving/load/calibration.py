@@ -52,7 +52,7 @@ class _CalibrationRecords(NamedTuple):
 
 
 def calibrate_live(
-    model: str, settings: Mapping[str, Any], vocabulary: int, source: TableSource, seconds: float, seed: int = 0
+    model: str, settings: Mapping[str, Any], vocabulary: int, source: TableSource, seconds: float
 ) -> tuple[TableSource, int]:
     """Serve a seeded mixture for about `seconds`; return the corrected table and the number of iterations.
 
@@ -68,7 +68,7 @@ def calibrate_live(
         own = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
         arguments = [model, "--config", str(file), "--latency-profile", str(table), "--event-log", str(log)]
         with ServerProcess(arguments, environment=own) as server:
-            records = asyncio.run(_serve(server.url, vocabulary, seconds, seed))
+            records = asyncio.run(_serve(server.url, vocabulary, seconds))
         run = replay(read_log(log))
         learned, iterations = learned_table(source, run)
         return msgspec.structs.replace(learned, serving=overhead_of(run, *records)), iterations
@@ -125,7 +125,7 @@ def overhead_of(
     return msgspec.structs.replace(overhead, spread=spread)
 
 
-async def _serve(url: str, vocabulary: int, seconds: float, seed: int) -> _CalibrationRecords:
+async def _serve(url: str, vocabulary: int, seconds: float) -> _CalibrationRecords:
     """Return the records of all requests."""
     served = first_model(url)
     most = int(served["max_model_len"])
@@ -137,12 +137,12 @@ async def _serve(url: str, vocabulary: int, seconds: float, seed: int) -> _Calib
         longest, room = max(1, min(most // 2, 8192)), max(1, most - _MAX_OUTPUT)
         short, long = ((min(low, room), min(high, room)) for low, high in ((32, 512), (max(1, longest // 4), longest)))
         users = [
-            _user(client, f"{seed}-{i}", vocabulary, half, lengths, _BUSY_PAUSES)
+            _user(client, f"0-{i}", vocabulary, half, lengths, _BUSY_PAUSES)
             for i, lengths in enumerate([short] * CHATS + [long])
         ]
         busy = [record for records in await asyncio.gather(*users) for record in records]
-        await _user(client, f"{seed}-document", vocabulary, half + 0.4 * (end - half), long, _BUSY_PAUSES)
-        return _CalibrationRecords(busy, await _user(client, f"{seed}-alone", vocabulary, end, short, _LONG_PAUSES))
+        await _user(client, "0-document", vocabulary, half + 0.4 * (end - half), long, _BUSY_PAUSES)
+        return _CalibrationRecords(busy, await _user(client, "0-alone", vocabulary, end, short, _LONG_PAUSES))
 
 
 async def _user(

@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any, Self
 
@@ -154,7 +154,9 @@ def ask(
     try:
         request = urllib.request.Request(url, data, headers, method=method)
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            answer: dict[str, Any] = json.load(response)
+            answer = json.load(response)
+            if not isinstance(answer, dict):
+                raise ValueError("no JSON object")
             return answer
     except urllib.error.HTTPError as refusal:
         raise ConfigError(_reason(refusal, url)) from None
@@ -169,23 +171,13 @@ def _reason(refusal: urllib.error.HTTPError, url: str) -> str:
         return f"the server answers {refusal.code} {refusal.reason} to {url}: it is none of this version"
 
 
-def first_model(base_url: str, api_key: str | None = None, timeout_s: float = 10.0) -> dict[str, Any]:
+def first_model(base_url: str, api_key: str | None = None) -> dict[str, Any]:
     """Return the first entry of /v1/models; its `id` is the name to send. Raises ConfigError when there is none."""
     url = f"{server_root(base_url)}/v1/models"
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
-    try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            entries = json.load(response)["data"]
-    except (OSError, HTTPException, ValueError, KeyError, TypeError) as problem:
-        raise ConfigError(
-            f"{url} does not answer with a list of models ({problem}); is a server there? Or name --model"
-        ) from None
-    if not entries or not isinstance(entries[0], dict) or "id" not in entries[0]:
+    entries = ask("GET", url, api_key, timeout_s=10.0).get("data")
+    if not isinstance(entries, list) or not entries or not isinstance(entries[0], dict) or "id" not in entries[0]:
         raise ConfigError(f"{url} lists no model; name one with --model")
     return dict(entries[0])
-
-
-Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +197,6 @@ class TargetEndpoint:
     """
     send_slo: bool = False
     """Whether to send a request's objectives as headers."""
-    headers: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for an address that is none: once, not per request."""
@@ -278,15 +269,14 @@ def request_headers(endpoint: TargetEndpoint, job: LoadRequest) -> dict[str, str
             headers["x-llm-d-slo-ttft-ms"] = f"{job.slo.ttft_s * 1000:g}"
         if gap is not None:
             headers["x-llm-d-slo-tpot-ms"] = f"{gap * 1000:g}"
-    return {**headers, **endpoint.headers}
+    return headers
 
 
 class LoadClient:
     """Sends jobs to one endpoint. Use it as an async context manager; its clock starts at zero when it is entered."""
 
-    def __init__(self, endpoint: TargetEndpoint, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, endpoint: TargetEndpoint) -> None:
         self.endpoint = endpoint
-        self._clock = clock
         self._origin = 0.0
         self._session: aiohttp.ClientSession | None = None
 
@@ -297,7 +287,7 @@ class LoadClient:
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
         )
-        self._origin = self._clock()
+        self._origin = time.perf_counter()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -306,11 +296,11 @@ class LoadClient:
 
     def now(self) -> float:
         """Return seconds on the run's clock, to which `LoadRequest.due_s` and all records refer."""
-        return self._clock() - self._origin
+        return time.perf_counter() - self._origin
 
     def restart_clock(self) -> None:
         """Restart the run's clock at zero."""
-        self._origin = self._clock()
+        self._origin = time.perf_counter()
 
     async def send(self, job: LoadRequest, on_first_token: Callable[[float], None] | None = None) -> RequestRecord:
         """Send one request now and return its record at the end; a failure is the record's `error`.

@@ -61,8 +61,6 @@ class ConvoyPlan:
     """Shorts sent before the measurement."""
     repeat: int = 1
     """Convoys; their shorts are pooled."""
-    shared_prefix: int = 0
-    """Tokens at the start that all prompts share, for which a prefix cache helps."""
     alone: bool = True
     """Whether the long prompt is measured without shorts as well."""
     max_s: float = 600.0
@@ -147,19 +145,13 @@ class PromptSource:
 
 def random_prompts(plan: ConvoyPlan, vocab_size: int) -> PromptSource:
     """Make a source of prompts of random ids, drawn with the plan's seed."""
-    pool = PromptPool(
-        np.random.default_rng(plan.seed),
-        vocab_size,
-        max(plan.long_tokens, plan.short_tokens),
-    )
-
-    start = pool.place() if plan.shared_prefix else 0
+    pool = PromptPool(np.random.default_rng(plan.seed), vocab_size, max(plan.long_tokens, plan.short_tokens))
 
     def job(klass: str, tokens: int, output: int) -> LoadRequest:
         return LoadRequest(
             id="",
             klass=klass,
-            prompt=pool.json_sharing(tokens, plan.shared_prefix, start) if plan.shared_prefix else pool.json(tokens),
+            prompt=pool.json(tokens),
             prompt_tokens=tokens,
             output_tokens=output,
         )
@@ -712,7 +704,6 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     add("--short-interval", duration, 1.0, "seconds between shorts")
     add("--warmup", int, 5, "shorts sent beforehand, then a long one")
     add("--repeat", int, 1, "convoys per server, pooled (several --url: --seconds)")
-    add("--shared-prefix", int, 0, "tokens at the start that all prompts share; else no prefix cache helps")
     add("--max-seconds", duration, 600.0, "send no shorts after that")
     help_text = "draw prompt ids below this (default: the checkpoint's, else 256)"
     group.add_argument("--vocab-size", type=whole(2), help=help_text)
@@ -758,7 +749,6 @@ def _plan(args: argparse.Namespace, long_tokens: int, alone: bool = True) -> Con
         warmup=args.warmup,
         repeat=args.repeat,
         max_s=args.max_seconds,
-        shared_prefix=args.shared_prefix,
         alone=alone,
         seed=args.seed,
     )

@@ -53,15 +53,9 @@ class PromptPool:
         """Draw a random place; prompts from the same place share a prefix."""
         return int(self._rng.integers(0, POOL_TOKENS))
 
-    def json(self, tokens: int, place: int | None = None) -> bytes:
-        """Return a JSON array of `tokens` ids from `place` (None: a random one)."""
-        return b"[" + self.ids(tokens, self.place() if place is None else place) + b"]"
-
-    def json_sharing(self, tokens: int, shared: int, place: int) -> bytes:
-        """Return a JSON array whose first `shared` ids are those from `place`; the rest is from a random place."""
-        shared = min(shared, tokens)
-        parts = [self.ids(shared, place), self.ids(tokens - shared, self.place())]
-        return b"[" + b",".join(part for part in parts if part) + b"]"
+    def json(self, tokens: int) -> bytes:
+        """Return a JSON array of `tokens` ids from a random place."""
+        return b"[" + self.ids(tokens, self.place()) + b"]"
 
     def ids(self, tokens: int, place: int) -> bytes:
         """Return `tokens` ids from `place`, separated by commas."""
