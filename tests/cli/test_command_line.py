@@ -84,7 +84,7 @@ def test_help_of_a_word_is_what_names_it_and_help_all_is_everything() -> None:
     named, everything = headway("serve", "--help", "ray").stdout, headway("serve", "--help", "all").stdout
     assert "--ray-address" in named
     assert "--port" not in named
-    for words in ("--ray-address", "--port", "several hosts alone"):
+    for words in ("--ray-address", "--port", "not needed for one host"):
         assert words in " ".join(everything.split())
     unknown = headway("serve", "--help", "no-such-word")
     assert unknown.returncode == 2

@@ -38,14 +38,22 @@ ROOM_TOKENS = 256
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `headway demo`."""
-    parser.add_argument("--document-tokens", type=parse_tokens, default=64_000, help="(default %(default)s)")
+    parser.add_argument(
+        "--document-tokens", type=parse_tokens, default=64_000, help="length of the document (default %(default)s)"
+    )
     parser.add_argument(
         "--chat-tokens", type=parse_tokens, default=150, help="length of a chat's prompt (default %(default)s)"
     )
     parser.add_argument(
-        "--chat-interval", type=parse_duration, default=0.5, metavar="S", help="between chats (default %(default)s)"
+        "--chat-interval",
+        type=parse_duration,
+        default=0.5,
+        metavar="S",
+        help="seconds between chats (default %(default)s)",
     )
-    parser.add_argument("--policies", default="ladder,fcfs", help="as in `bench convoy` (default %(default)s)")
+    parser.add_argument(
+        "--policies", default="ladder,fcfs", help="what to compare: POLICY or POLICY+CHUNKING, … (default %(default)s)"
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("out"), help="where picture and JSON go (default %(default)s/)"
     )

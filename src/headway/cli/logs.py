@@ -22,7 +22,9 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="event log of `headway serve` or `cluster` (--event-log), or of the vLLM plug-in",
     )
-    parser.add_argument("--out", type=Path, default=Path("trace.json"), metavar="FILE", help="default: trace.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path("trace.json"), metavar="FILE", help="where to write it (default: trace.json)"
+    )
 
 
 def run_trace(arguments: argparse.Namespace) -> int:
@@ -159,7 +161,9 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="simulate with the profile as the run's iterations correct it (default: as it was at the start)",
     )
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the profile as the run's iterations show it")
+    parser.add_argument(
+        "--save", type=Path, metavar="FILE", help="write the profile, corrected by the run's iterations"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison as JSON")
 
 

@@ -22,7 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("question", nargs="?", type=Path, help="a YAML file (examples/plan-chat-and-documents.yaml)")
     flags = parser.add_argument_group("a question without a file")
     flags.add_argument("--model", metavar="NAME", help="a named model, or the path of a config.json")
-    flags.add_argument("--gpu", metavar="NAME", help="accelerators, up to eight (--set accelerators.0.most=N)")
+    flags.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="name of the accelerator; up to eight are used (--set accelerators.0.most=N: more)",
+    )
     flags.add_argument("--qps", metavar="N", help="requests per second")
     flags.add_argument(
         "--mix",
@@ -48,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", type=Path, metavar="FILE", help="keep results in a file, and go on from those that it holds"
     )
-    parser.add_argument("--front", action="store_true", help="go on to dearer plans, for the whole Pareto front")
+    parser.add_argument(
+        "--front", action="store_true", help="search dearer plans too, for the whole Pareto front of cost and latency"
+    )
     parser.add_argument("--schema", action="store_true", help="print the JSON Schema of questions and end")
 
 

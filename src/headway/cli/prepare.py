@@ -27,15 +27,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key", metavar="KEY", help="the server's API key; only requests with it find the document"
     )
     parser.add_argument(
-        "--ttl", type=duration, default=86_400.0, metavar="SECONDS", help="how long it is kept (default: 86400, a day)"
+        "--ttl",
+        type=duration,
+        default=86_400.0,
+        metavar="SECONDS",
+        help="how long the server keeps it (default: 86400, a day)",
     )
-    parser.add_argument("--cache-salt", metavar="SALT", help="only requests with this salt, or that name it, find it")
+    parser.add_argument(
+        "--cache-salt", metavar="SALT", help="only requests with this cache_salt, or with the document's id, use it"
+    )
     parser.add_argument(
         "--as",
         dest="kind",
         choices=("system", "user", "prompt"),
         default="system",
-        help="what chats begin with: a system or a user message; or prompt, the text that completions continue "
+        help="role of the message in which chats have the document; or prompt: text that completions continue "
         "(default: system)",
     )
 

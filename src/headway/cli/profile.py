@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=duration,
         default=10.0,
         metavar="SECONDS",
-        help="then serve a mixture for so long, and correct the table by what that takes (default: 10; 0: do not)",
+        help="then serve a mixture of requests for so long, and correct the table by it (default: 10; 0: do not)",
     )
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="where to write it (default: the cache, where serve looks)"

@@ -42,11 +42,12 @@ class StartSettings(ServeSettings):
     """What an operator may set about `headway serve`."""
 
     model: Text | None = Field(
-        None, description="the same as MODEL, for the environment and the file", json_schema_extra={"metavar": "MODEL"}
+        None, description="MODEL as a setting, for HEADWAY_MODEL and --config", json_schema_extra={"metavar": "MODEL"}
     )
     revision: Text | None = Field(None, description="branch, tag or commit of a hub id in the local cache")
     download_dir: Text | None = Field(
-        None, description="the local hub cache; default: that of HF_HUB_CACHE or HF_HOME. Nothing is downloaded"
+        None,
+        description="folder of the local hub cache; default: that of HF_HUB_CACHE or HF_HOME. Nothing is downloaded",
     )
 
 
@@ -61,7 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags and environment win over it")
     parser.add_argument("--print-config", action="store_true", help="print the settings that result, as YAML, and exit")
     parser.add_argument(
-        "--dry-run", action="store_true", help="load, print what fits and the chunks to expect, and exit"
+        "--dry-run",
+        action="store_true",
+        help="load the model, print the tokens that the KV cache holds and the chunks to expect, and exit",
     )
     parser.add_argument(
         "--allow-public", action="store_true", help="listen on an address other than loopback without an API key"
@@ -119,10 +122,15 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, help="a YAML file such as examples/cluster.yaml; docs/how-to/cluster.md")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
-        "--dry-run", action="store_true", help="load one instance of each pool, print what fits, and exit"
+        "--dry-run",
+        action="store_true",
+        help="load one instance of each pool, print how many tokens its KV cache holds and its times, and exit",
     )
     instead.add_argument(
-        "--replay", metavar="LOG", type=Path, help="decide again what --event-log LOG tells, say whether it is the same"
+        "--replay",
+        metavar="LOG",
+        type=Path,
+        help="take the decisions in a LOG of --event-log again, and say whether they are the same",
     )
     parser.add_argument(
         "--allow-public", action="store_true", help="listen on an address other than loopback without an API key"

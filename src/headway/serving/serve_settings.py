@@ -46,8 +46,8 @@ class EngineSettings(SettingsModel):
     )
     device: Annotated[str, parsed_by(check)] = Field(
         "auto",
-        description="where to compute: auto (a CUDA device for each worker if there are so many, else cpu), cpu, cuda, "
-        "or cuda:N for the first worker's; CUDA is experimental: this version has not been run on a GPU",
+        description="where to compute: cpu, cuda, cuda:N (the first worker's device), or auto (cuda if there is a "
+        "device for each worker, else cpu); CUDA is experimental: this version has not been run on a GPU",
     )
     max_model_len: TokenCount | None = Field(
         None,
@@ -62,42 +62,45 @@ class EngineSettings(SettingsModel):
     )
     prefix_cache: Flag | None = Field(
         None,
-        description="keep the KV of prompts and answers until memory is needed, for prompts that begin alike; default: "
-        "true where it is possible, which is an engine without KV groups and without event-log",
+        description="keep the KV of prompts and answers until memory is needed, and reuse it for prompts that begin "
+        "alike; default: true, but false with KV groups or --event-log, where it is not possible",
     )
     threads: WholeNumber | None = Field(
         None,
-        description="threads that compute, in each worker; default: measured at start, up to torch's choice, and one "
-        "while other processes are busy; or the cores divided by the workers",
+        description="compute threads of each worker; default: one worker uses the number that a measurement at start "
+        "finds fastest, and a single thread while other processes keep the cores busy; several share the cores",
         json_schema_extra=_shown_as("N"),
     )
     tensor_parallel_size: WholeNumber = Field(
-        1, description="workers that share every layer, by heads and MLP width", json_schema_extra=_shown_as("T")
+        1,
+        description="workers that every layer is split over, by attention heads and MLP width",
+        json_schema_extra=_shown_as("T"),
     )
     pipeline_parallel_size: WholeNumber = Field(
-        1, description="stages that the layers are cut into, one after another", json_schema_extra=_shown_as("S")
+        1,
+        description="stages that the layers are split into; each worker computes one",
+        json_schema_extra=_shown_as("S"),
     )
     kv_parallel_size: WholeNumber = Field(
         1,
-        description="KV groups: copies of the model that each serve requests of their own and share the cache of long "
-        "ones",
+        description="KV groups: copies of the model, each with requests of its own, that together hold the KV cache of "
+        "a long request",
         json_schema_extra=_shown_as("K"),
     )
     kv_shard_tokens: TokenCount | None = Field(
         None,
-        description="tokens of one request that a KV group holds before another joins; default: what t-target-ms "
-        "allows a decode",
+        description="tokens of one request that a KV group holds before the next group takes more; default: as many as "
+        "a decode can read within --t-target-ms",
         json_schema_extra=_shown_as("TOKENS"),
     )
     nnodes: WholeNumber = Field(
         1,
-        description="hosts that the workers are spread over: this one and nodes of Ray",
+        description="hosts that the workers are spread over: this one, and nodes of the Ray cluster at --ray-address",
         json_schema_extra=_shown_as("N"),
     )
     ray_address: Text | None = Field(
         None,
-        description="HOST:PORT of the Ray cluster that this host and the others are nodes of, or auto; needed for "
-        "several hosts alone",
+        description="HOST:PORT of the Ray cluster whose nodes are the hosts, or auto; not needed for one host",
         json_schema_extra=_shown_as("ADDRESS"),
     )
     max_queued_requests: WholeNumber = Field(
@@ -105,31 +108,31 @@ class EngineSettings(SettingsModel):
     )
     latency_profile: Text = Field(
         "auto",
-        description="auto (cached, else quick), quick, or a file of `headway profile`",
+        description="where predicted times come from: auto (a cached profile, else quick), quick (measured at start in "
+        "less than a second), or a FILE that `headway profile` wrote",
         json_schema_extra=_shown_as("FILE"),
     )
     worker_timeout: Seconds = Field(
         10.0,
-        description="seconds without a sign of life after which a worker, or an engine on another host, counts as lost "
-        "and is started again; an iteration may take as long, or 20 times its prediction if that is more",
+        description="seconds without a heartbeat after which a worker, or an engine on another host, counts as lost "
+        "and is started again; an iteration may take this long, or 20 times its prediction if that is more",
         json_schema_extra=_shown_as("SECONDS"),
     )
     standby: Flag | None = Field(
         None,
-        description="keep a process with the weights loaded, which engines are forked from and share memory with: a "
-        "lost engine is replaced without loading; default: true where it is possible, which is with engines of "
-        "one process on a CPU, all on one host",
+        description="keep a spare process with the weights loaded: when an engine's process dies, a new one is forked "
+        "from it, without loading the model again; default: true for engines of one process on the CPU, all on one "
+        "host, where it is possible",
     )
     max_restarts: WholeNumber = Field(
         3,
-        description="restarts of lost workers, or of a lost engine, within 60 s of running; one more loss ends the "
-        "service",
+        description="restarts of lost workers or engines within 60 s of running; after one more loss the server ends",
         json_schema_extra=_shown_as("N"),
     )
     event_log: Text | None = Field(
         None,
-        description="write what the scheduler saw and decided to this JSON-lines file; an older file is renamed "
-        "to FILE.until-TIME",
+        description="write each decision of the scheduler, and what it was based on, to this JSON-lines file, which "
+        "`headway why`, `trace` and `watch` read; an older file is renamed to FILE.until-TIME",
         json_schema_extra=_shown_as("FILE"),
     )
 
@@ -160,7 +163,10 @@ def _scheduler_fields() -> dict[str, Any]:
         # Checked here too, so that an error has the setting's name and unit.
         limits: dict[str, Any] = _MILLISECOND_LIMITS.get(field.name, {})
         made[_SCHEDULER_NAMES.get(field.name, field.name)] = (kind, Field(default, description=text, **limits))
-    made["mode"] = (Text, Field("default", description="default, or paper: Medha's scheduler as printed"))
+    made["mode"] = (
+        Text,
+        Field("default", description="default, or paper: the scheduler of the Medha paper, as printed there"),
+    )
     return made
 
 

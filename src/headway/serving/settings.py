@@ -56,7 +56,8 @@ class EndpointSettings(SettingsModel):
         None, description="key that /v1/cluster needs in place of a client's; it also reads and deletes all requests"
     )
     allowed_hosts: TextList = Field(
-        (), description="names besides localhost that clients without a key may call the server by (header Host)"
+        (),
+        description="host names besides localhost by which clients without a key may address the server (header Host)",
     )
     allowed_origins: TextList = Field(
         (), description="origins whose web pages may call the server (CORS); * for all. Default: none"
@@ -80,7 +81,7 @@ class EndpointSettings(SettingsModel):
     live_page: Flag = Field(True, description="serve the live page at /ui, with its data and explanations under /v1")
     otlp_traces_endpoint: Text | None = Field(
         None,
-        description="send a span of each request there (OTLP over HTTP, such as http://localhost:4318/v1/traces)",
+        description="send an OpenTelemetry span of each request there (OTLP, e.g. http://localhost:4318/v1/traces)",
         json_schema_extra={"metavar": "URL"},
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug, info, warning or error")

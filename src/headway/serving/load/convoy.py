@@ -680,13 +680,21 @@ def _add_servers(group: argparse._ArgumentGroup) -> None:
         action="append",
         help="measure the server that runs there instead of starting one per policy; several: in turn, with ratios",
     )
-    help_text = "with several --url: start no further round of convoys that would end later (default %(default)s)"
+    help_text = "with several --url: measure for so long; no round begins that would end later (default %(default)s)"
     add("--seconds", type=duration, default=120.0, help=help_text)
     add("--policies", default="ladder,fcfs", help="comma-separated POLICY or POLICY+CHUNKING (default %(default)s)")
-    add("--max-model-len", type=parse_tokens, help="for the servers (default: what the long prompt needs)")
+    add(
+        "--max-model-len",
+        type=parse_tokens,
+        help="context of the started servers (default: what the long prompt needs)",
+    )
     add("--server-args", default="", help="further arguments for `headway serve`, as one string")
     add("--server-command", help="start this instead of `headway serve`")
-    add("--label", action="append", help="with --url: what to call it, one for each (default as-served, or the URLs)")
+    add(
+        "--label",
+        action="append",
+        help="with --url: the server's name in results, one for each (default as-served, or the URLs)",
+    )
     add("--api-key", help="sent as a bearer token")
 
 
@@ -698,13 +706,13 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
 
     help_text = "length of the long prompt (default 32768; with --url at most what the server allows)"
     group.add_argument("--long-tokens", type=parse_tokens, help=help_text)
-    add("--long-output", parse_tokens, 1, "tokens it is to generate")
+    add("--long-output", parse_tokens, 1, "tokens of the long prompt's answer")
     add("--short-tokens", parse_tokens, 200, "length of a short prompt")
-    add("--short-output", parse_tokens, 16, "tokens a short generates")
+    add("--short-output", parse_tokens, 16, "tokens of a short prompt's answer")
     add("--short-interval", duration, 1.0, "seconds between shorts")
-    add("--warmup", int, 5, "shorts sent beforehand, then a long one")
-    add("--repeat", int, 1, "convoys per server, pooled (several --url: --seconds)")
-    add("--max-seconds", duration, 600.0, "send no shorts after that")
+    add("--warmup", int, 5, "short prompts sent before the measurement, then a long one")
+    add("--repeat", int, 1, "convoys of each server, whose results are pooled; several --url: --seconds decides")
+    add("--max-seconds", duration, 600.0, "seconds after which a convoy sends no more short prompts")
     help_text = "draw prompt ids below this (default: the checkpoint's, else 256)"
     group.add_argument("--vocab-size", type=whole(2), help=help_text)
     add("--seed", whole(0), 0, "decides every prompt")
