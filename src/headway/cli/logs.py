@@ -172,11 +172,12 @@ def run_check(arguments: argparse.Namespace) -> int:
     measurements."""
     import msgspec
 
+    from headway.serving.live.recordings import replayed as replayed_run
     from headway.sim.calibration import calibrate
-    from headway.sim.replay import engine_log, replay
+    from headway.sim.replay import engine_log
     from headway.sim.report.tables import calibration_report, show
 
-    replayed = replay(engine_log(arguments.log))
+    replayed = replayed_run(engine_log(arguments.log), arguments.log)
     result = calibrate(replayed, arguments.corrected)
     # Replay decides every batch again: a difference means other code or another profile than the recorded run's.
     for line in replayed.differences:

@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             sub.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg, or both without a suffix")
         if word != "validate":
             sub.add_argument("--csv", type=Path, metavar="FILE", help="write rows ('-': stdout, no tables)")
+        if word in ("stage", "serve"):
+            sub.add_argument("--wide", action="store_true", help="every column, wider than 80 columns")
         if word == "sweep":
             sub.add_argument(
                 "--axis", action="append", default=[], metavar="FIELD=…",
@@ -157,7 +160,9 @@ def stage(arguments: argparse.Namespace) -> int:
     """Run `headway accel stage`: simulate one iteration and report it; return the exit status."""
     study = StudySource(arguments).study()
     found = stage_json(study, simulate_stage(study.setting, study.work))
-    deliver(arguments, found, tables.stage_report, found["operators"], tables.stage_figure)
+    deliver(
+        arguments, found, partial(tables.stage_report, wide=arguments.wide), found["operators"], tables.stage_figure
+    )
     return 0
 
 
@@ -349,7 +354,7 @@ def serve(arguments: argparse.Namespace) -> int:
         runs[mode] = {"rate": asdict(rate), "run": run_json(result, at.section.seed)}
     found = {"schema": SERVE_SCHEMA, "setting": study.to_json(), **at.to_json(), "runs": runs}
     rows = [{"schedule": mode, **run["rate"]} for mode, run in runs.items()]
-    deliver(arguments, found, tables.serve_report, rows)
+    deliver(arguments, found, partial(tables.serve_report, wide=arguments.wide), rows)
     return 0
 
 

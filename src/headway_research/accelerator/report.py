@@ -15,13 +15,14 @@ from headway.sim.report.tables import tokens
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-BAR = 36
+BAR, WIDE_BAR = 16, 36
+"""Columns of an operator's bar in a steady layer's timeline."""
 
 
-def stage_report(data: Mapping[str, Any]) -> RenderableType:
-    """Times, a steady layer with its timeline, and how much is enough."""
+def stage_report(data: Mapping[str, Any], wide: bool = False) -> RenderableType:
+    """Times, a steady layer with its timeline, and how much is enough. wide: all columns of the layer's table."""
     figures, stage = data["figures"], data["stage"]
-    times = _table("time", "ms", "decode, ms", "decode speed-up", "overall speed-up")
+    times = _table("time", "ms", "decode, ms", "decode ×", "overall ×")
     prefill = figures["prefill_ms"]
     times.add_row("prefill alone (TTFT)", _n(prefill), "-", "-", "-")
     times.add_row("decodes alone (TBT)", _n(figures["decode_ms"]), _n(figures["decode_ms"]), "-", "-")
@@ -35,23 +36,26 @@ def stage_report(data: Mapping[str, Any]) -> RenderableType:
     title += f", {stage['decodes']} decodes over {tokens(stage['kv_tokens'])} KV tokens"
     on = data["setting"]["machine"]["name"]
     times.title = escape(f"{data['setting']['model']} on {on}: {title}")
-    return Group(times, _operators(data), _enough(data))
+    return Group(times, _operators(data, wide), _enough(data))
 
 
-def _operators(data: Mapping[str, Any]) -> Table:
+def _operators(data: Mapping[str, Any], wide: bool) -> Table:
+    more = ("MiB", "prefetched", "buffer", "on chip") if wide else ("prefetched",)
     table = _table(
-        "operator", "µs", "compute", "HBM", "bound", "MiB", "prefetched", "buffer", "on chip", "when, mapping"
+        "operator", "µs", "compute", "HBM", *(("bound",) if wide else ()), *more, "when, mapping" if wide else "when"
     )
+    size = WIDE_BAR if wide else BAR
     table.title = f"a steady layer with prefetch, {data['layer_us']:.1f} µs (first {data['first_layer_us']:.1f}, "
     table.title += f"LM head {data['head_us']:.1f})"
     whole = max((row["start_us"] + row["us"] for row in data["operators"]), default=1.0)
     for row in data["operators"]:
-        start, length = int(row["start_us"] / whole * BAR), max(1, round(row["us"] / whole * BAR))
-        bar = " " * min(start, BAR - 1) + ("█" if row["bound"] == "compute" else "░") * length
+        start, length = int(row["start_us"] / whole * size), max(1, round(row["us"] / whole * size))
+        bar = " " * min(start, size - 1) + ("█" if row["bound"] == "compute" else "░") * length
+        names = ("hbm_mib", "prefetched_mib", "buffered_mib", "peak_mib") if wide else ("prefetched_mib",)
         table.add_row(
-            row["operator"], _n(row["us"], 1), _n(row["compute_us"], 1), _n(row["hbm_us"], 1), row["bound"],
-            _n(row["hbm_mib"], 1), _n(row["prefetched_mib"], 1), _n(row["buffered_mib"], 1), _n(row["peak_mib"], 1),
-            bar + (f"\n{escape(row['mapping'])}" if row["mapping"] else ""),
+            row["operator"], *(_n(row[name], 1) for name in ("us", "compute_us", "hbm_us")),
+            *([row["bound"]] if wide else []), *(_n(row[name], 1) for name in names),
+            bar + (f"\n{escape(row['mapping'])}" if row["mapping"] and wide else ""),
         )  # fmt: skip
     return table
 
@@ -96,18 +100,18 @@ def sweep_report(data: Mapping[str, Any]) -> RenderableType:
     return table
 
 
-def serve_report(data: Mapping[str, Any]) -> RenderableType:
-    """One rate, both ways."""
+def serve_report(data: Mapping[str, Any], wide: bool = False) -> RenderableType:
+    """One rate, both ways. wide: with the use of the machine."""
     gap = f"P{data['limits']['percentile']:g} gap, ms"
-    table = _table("schedule", "QPS", gap, "delay, s", "finished", "TTFT P50, s", "tokens/s", "MFU", "MBU", "idle",
-                   "holds")  # fmt: skip
+    use_of = ("tokens/s", "MFU", "MBU", "idle") if wide else ()
+    table = _table("schedule", "QPS", gap, "delay, s", "finished", "TTFT P50, s", *use_of, "holds")
     for mode, run in data["runs"].items():
         rate, use, total = run["rate"], run["run"]["use"], run["run"]["total"]
+        used = (_n(total.get("output_tokens_per_s"), 0), _n(use["mfu"], 3), _n(use["mbu"], 3), _n(use["idle_share"], 3))
         table.add_row(
             mode, _n(rate["qps"], 3), _n(rate["tbt_s"] * 1e3, 2), _n(rate["delay_s"], 3),
             f"{rate['finished']} of {rate['requests']}", _n(total["ttft_s"]["p50"], 3),
-            _n(total.get("output_tokens_per_s"), 0), _n(use["mfu"], 3), _n(use["mbu"], 3), _n(use["idle_share"], 3),
-            "yes" if rate["ok"] else "no",
+            *(used if wide else ()), "yes" if rate["ok"] else "no",
         )  # fmt: skip
     return Group(table, _limits(data))
 
@@ -153,7 +157,7 @@ def _table(first: str, *others: str) -> Table:
     table = Table(title_justify="left")
     table.add_column(first)
     for name in others:
-        table.add_column(name, justify="left" if "mapping" in name else "right")
+        table.add_column(name, justify="left" if name.startswith("when") else "right")
     return table
 
 

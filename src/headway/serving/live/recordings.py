@@ -308,7 +308,15 @@ def recording(path: Path) -> RecordedRun:
     log = open_log(path)
     if isinstance(log, ClusterLogRun):
         return ClusterRecording(log)
-    return EngineRecording(replay(log, detail=True))
+    return EngineRecording(replayed(log, path, detail=True))
+
+
+def replayed(log: Iterable[Mapping[str, Any]], path: Path, detail: bool = False) -> ReplayedRun:
+    """Replay the log of an engine in `path`. Raises ConfigError, which names the file."""
+    try:
+        return replay(log, detail=detail)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 # Explanation of a request by the samples that a feed has kept of it.

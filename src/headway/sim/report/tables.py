@@ -107,7 +107,7 @@ def simulation_report(data: Mapping[str, Any], wide: bool = False) -> Renderable
     """Return the terminal output of a result: a sentence, then the only point in full, or a sweep as a table."""
     points, title, asked = data["points"], data["scenario"].get("name") or "", asked_classes(data)
     if len(points) > 1 or points[0]["at"]:
-        faults = [f"✗ {', '.join(map(str, p['at'].values()))}: {p['why']}" for p in points if not p["feasible"]]
+        faults = [f"✗ {_named(', '.join(map(str, p['at'].values())), p['why'])}" for p in points if not p["feasible"]]
         return Group(sweep_sentence(points, asked), sweep_table(points, title, asked, wide), *map(escape, faults))
     point = points[0]
     if not point["feasible"]:
@@ -116,6 +116,11 @@ def simulation_report(data: Mapping[str, Any], wide: bool = False) -> Renderable
     named = f"{title}: " if title else ""
     table = classes_table(mean, ci, asked, wide)
     return Group(f"{named}{classes_sentence(mean, asked)}", table, use_lines(point))
+
+
+def _named(point: str, why: str) -> str:
+    """Return a point and why it could not be simulated, without the point's name where the sentence begins with it."""
+    return f"{point}: {why.removeprefix(f'{point} ')}"
 
 
 def asked_classes(data: Mapping[str, Any]) -> set[str]:
