@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headway.sim.workload import TraceError, TraceRequest
-from headway.sim.workload.traces import PromptText, TextPiece, read_trace
+from headway.sim.workload.traces import PromptText, TextPiece, read_trace, shared_tokens
 
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
@@ -87,6 +87,14 @@ def test_a_sessions_prompts_begin_as_its_cached_tokens_say(tmp_path: Path) -> No
     # 71,175 tokens and their answer of 169 come again; the trace counts whole blocks of 64
     assert first.keys(64) == second.keys(64)[: 71344 // 64]
     assert second.keys(64)[71344 // 64 :][0] not in first.keys(64)
+
+
+@pytest.mark.parametrize("cached", [100, 106, 160, 500])
+def test_a_turn_whose_cached_tokens_hold_the_answer_before_it_repeats_both(tmp_path: Path, cached: int) -> None:
+    """Servers count generated tokens as cached, too; more than there was is what there was."""
+    rows = f"0,100,60,chat,0,s\n2,600,5,chat,{cached},s\n"
+    first, second = read_trace(write(tmp_path, OURS.splitlines()[0] + "\n" + rows)).requests
+    assert shared_tokens([first, second], 4) == 160
 
 
 def test_vidur_with_and_without_arrivals(tmp_path: Path) -> None:

@@ -177,9 +177,10 @@ def shared_tokens(requests: Iterable[TraceRequest], block_tokens: int) -> int:
 def with_session_texts(requests: Iterable[TraceRequest], grain: int = 64) -> list[TraceRequest]:
     """Give the requests of sessions texts: each begins with the `cached_tokens` of an earlier prompt of its session.
 
-    That is the thread's last prompt if it is long enough, else the session's latest that is. Where a thread's prompt
-    repeats the whole one before it (but for a block of `grain` tokens, in which traces count) and has room for the
-    answer, it repeats the answer too. `requests`: in order of time within each session; those without one stay."""
+    That is the thread's last prompt if it and its answer are long enough, else the session's latest prompt that is,
+    else as much as the thread's last has. Where a thread's prompt repeats the whole one before it (but for a block of
+    `grain` tokens, in which traces count) and has room for the answer, it repeats the answer too. `requests`: in order
+    of time within each session; those without one stay."""
     texts: list[TraceRequest] = []
     # By session: places in `texts` of its requests; by thread: of the last one.
     earlier: dict[str, list[int]] = {}
@@ -215,9 +216,9 @@ def _source(request: TraceRequest, texts: list[TraceRequest], earlier: list[int]
     shared = request.cached_tokens
     if not shared:
         return None
-    if last is not None and texts[last].prompt_tokens >= shared:
+    if last is not None and texts[last].prompt_tokens + texts[last].output_tokens >= shared:
         return last
-    return next((i for i in reversed(earlier) if texts[i].prompt_tokens >= shared), None)
+    return next((i for i in reversed(earlier) if texts[i].prompt_tokens >= shared), last)
 
 
 def _repeats(request: TraceRequest, before: TraceRequest, grain: int) -> bool:
