@@ -11,8 +11,8 @@ import pytest
 from headway.control.entries import KvSlice
 from headway.control.kv import KvReservations
 from headway.core.request import SamplingParams
-from headway.runtime.cluster.group_steps import GroupDecodeSteps
-from headway.runtime.cluster.native_backend import LiveKvMigrations, LiveResidency
+from headway.runtime.cluster.decodes import GroupDecodeSteps, LiveResidency
+from headway.runtime.cluster.native_backend import LiveKvMigrations
 from headway.runtime.cluster.requests import AttemptTable, ClusterRequest, InstanceRegistry, RequestAttempt
 from headway.runtime.engine.protocol import ReserveKv, SendKv, SubmitRequest
 

@@ -411,20 +411,8 @@ class FreeTimes:
 class KvSlice:
     """The KV of a request's tokens [start, end) that lies on `source`, to be sent to `target`."""
 
-    __slots__ = (
-        "backend_state",
-        "began_s",
-        "end",
-        "ended",
-        "entry",
-        "number",
-        "overlapped",
-        "request",
-        "share",
-        "source",
-        "start",
-        "target",
-    )  # fmt: skip
+    __slots__ = ("backend_state", "began_s", "end", "ended", "entry", "number", "overlapped", "request", "share",
+                 "source", "start", "target")  # fmt: skip
 
     def __init__(
         self,

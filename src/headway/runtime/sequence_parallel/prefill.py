@@ -315,16 +315,15 @@ class SequencePrefill:
     ) -> None:
         self._decoder, self._config, self._transport = decoder, config, transport
         self._storage = storage or self._own_pool
-        self._held: KvLayout = EMPTY
-        self._shard: KvShard | None = None
-        self._chunk: ChunkPlan | None = None
-        self._layer = 0
-        self._asked = False
-
-    @property
-    def held(self) -> KvLayout:
+        self.held: KvLayout = EMPTY
         """Layout of the KV of finished chunks."""
-        return self._held
+        self.shard: KvShard | None = None
+        """Storage of this rank's KV. The shard that it replaced is free once a chunk is finished."""
+        self._chunk: ChunkPlan | None = None
+        self.layer = 0
+        """The layer at which `run` continues."""
+        self.asked = False
+        """Whether a pause was requested in the last completed layer; after a chunk's last layer it is still pending."""
 
     @property
     def after(self) -> KvLayout | None:
@@ -339,9 +338,9 @@ class SequencePrefill:
 
     def attach(self, held: KvLayout, shard: KvShard | None) -> None:
         """Start from existing KV, such as a cached prefix. Called before the first chunk. shard: this rank's part."""
-        if self._chunk is not None or self._held:
+        if self._chunk is not None or self.held:
             raise InvariantError("KV is adopted after the first chunk began")
-        self._held, self._shard = held, shard
+        self.held, self.shard = held, shard
 
     @torch.inference_mode()
     def begin(
@@ -367,26 +366,26 @@ class SequencePrefill:
         shard = self._decoder.shard
         if (shard.rank, shard.ranks) != (spec.group.ranks.index(rank) % spec.group.tp, spec.group.tp):
             raise ConfigError(f"group.tp {spec.group.tp}: rank {rank} holds slice {shard.rank} of {shard.ranks}")
-        chunk = ChunkPlan(spec, self._held if held is None else held, self._config, wanted)
+        chunk = ChunkPlan(spec, self.held if held is None else held, self._config, wanted)
         self._plan: RankPlan = chunk.rank(rank)
-        source = self._shard
+        source = self.shard
         own = chunk.after[rank]
         # A place can be reused if it has the same heads and enough slots; KV then moves within it.
         if source is None or source.pool.kv_heads != len(own.heads) or source.capacity < len(own.positions):
-            self._shard = self._storage(len(own.heads), len(own.positions))
-        assert self._shard is not None
+            self.shard = self._storage(len(own.heads), len(own.positions))
+        assert self.shard is not None
         before = chunk.before.get(rank)
         history = KvMoves(
             self._transport,
             chunk.moves(),
             None if source is None or before is None else (source, before.heads),
-            (self._shard, own.heads),
+            (self.shard, own.heads),
         )
         self._executor = StepExecutor(
-            self._decoder, self._config, self._transport, self._shard, history, torch.as_tensor(tokens), spec.start
+            self._decoder, self._config, self._transport, self.shard, history, torch.as_tensor(tokens), spec.start
         )
-        self._before, self._source, self._chunk, self._layer = before, source, chunk, 0
-        self._entered = self._asked = False
+        self._before, self._source, self._chunk, self.layer = before, source, chunk, 0
+        self._entered = self.asked = False
 
     @torch.inference_mode()
     def run(
@@ -413,66 +412,46 @@ class SequencePrefill:
             executor.run(plan.enter, 0)
             self._entered = True
         stop = layers if until is None else min(until, layers)
-        if self._layer < stop:
-            executor.run(plan.fetch, self._layer)
-        while self._layer < stop:
+        if self.layer < stop:
+            executor.run(plan.fetch, self.layer)
+        while self.layer < stop:
             # Asked before the layer, so that the answer travels while the layer is computed.
-            asked = self._ask(pause) if self.preemptible else None
-            executor.run(plan.layer, self._layer)
-            self._layer += 1
+            asked = self._ask(pause) if self._under_way().spec.preemptible else None
+            executor.run(plan.layer, self.layer)
+            self.layer += 1
             if behind is not None:
-                behind(self._layer)
-            self._asked = asked is not None and asked()
-            if self._asked and self._layer < layers:
+                behind(self.layer)
+            self.asked = asked is not None and asked()
+            if self.asked and self.layer < layers:
                 break
         # No transfer may be left under way at a pause: other chunks may use the connections next.
         executor.settle()
-        return self._layer == layers
+        return self.layer == layers
 
     @torch.inference_mode()
     def finish(self) -> Tensor | None:
         """After the last layer: the logits of the wanted positions, (wanted, vocab) fp32, on the group's first rank,
         where there are any."""
         chunk = self._under_way()
-        if self._layer < self._config.layers or not self._entered:
-            raise InvariantError(f"a chunk is finished at layer {self._layer} of {self._config.layers}")
-        self._executor.run(self._plan.leave, self._layer)
+        if self.layer < self._config.layers or not self._entered:
+            raise InvariantError(f"a chunk is finished at layer {self.layer} of {self._config.layers}")
+        self._executor.run(self._plan.leave, self.layer)
         logits = self._executor.registers.pop(LOGITS) if self._plan.answers else None
-        self._held, self._chunk = chunk.after, None
+        self.held, self._chunk = chunk.after, None
         self._executor.registers.clear()
         del self._executor, self._source
         return logits
 
     @property
-    def shard(self) -> KvShard | None:
-        """Storage of this rank's KV. The shard that it replaced is free once a chunk is finished."""
-        return self._shard
-
-    @property
-    def preemptible(self) -> bool:
-        """Whether the chunk under way may be paused by its first rank."""
-        return self._under_way().spec.preemptible
-
-    @property
-    def asked(self) -> bool:
-        """Whether a pause was requested in the last completed layer; after a chunk's last layer it is still pending."""
-        return self._asked
-
-    @property
-    def layer(self) -> int:
-        """The layer at which `run` continues."""
-        return self._layer
-
-    @property
     def saved(self) -> PausedState:
         """Memory that this rank holds for the paused chunk and for the chunks before it."""
         chunk, rank = self._under_way(), self._transport.rank
-        layers, done, moved = self._config.layers, self._layer, self._executor.moved_layers
+        layers, done, moved = self._config.layers, self.layer, self._executor.moved_layers
         after = len(chunk.after[rank].positions)
         history = len(chunk.history[rank].positions)
         before = 0 if self._before is None else len(self._before.positions)
-        assert self._shard is not None
-        own = self._shard.token_bytes
+        assert self.shard is not None
+        own = self.shard.token_bytes
         old = own if self._source is None else self._source.token_bytes
         rows = self._executor.registers.get(ROWS)
         return PausedState(
