@@ -13,7 +13,7 @@ from tests.helpers.polling import let_arrive
 
 from headway.core.errors import ConfigError
 from headway.runtime.engine.protocol import PeerAddress
-from headway.runtime.kv_transfer import local
+from headway.runtime.kv_transfer import slab_memory
 from headway.runtime.kv_transfer.connector import SaveKv, make_connector
 from headway.runtime.kv_transfer.local import PeerConnector
 from headway.runtime.sequence_parallel.layout import HeldShard, moves
@@ -66,7 +66,7 @@ def test_a_slice_arrives_completely_and_is_reported_once(make: Make) -> None:
 def test_any_layout_is_sent_to_any_heads(make: Make, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layouts as `layout.moves` plans them: re-sharding over heads, heads that several have, tokens in any order."""
     rng = random.Random(seed)
-    monkeypatch.setattr(local, "SLAB_BYTES", rng.choice((64, 704, 1 << 20)))
+    monkeypatch.setattr(slab_memory, "SLAB_BYTES", rng.choice((64, 704, 1 << 20)))
     senders, receivers = rng.choice(([1, 1], [1, 2], [2, 1], [2, 2], [4, 1], [1, 4], [4, 2], [2, 4], [3, 1]))
     by_heads = rng.random() < 0.5 and senders != 3
 
@@ -142,7 +142,7 @@ def test_an_empty_slice_is_reported_too(make: Make) -> None:
 
 def test_slots_may_change_once_saves_were_waited_for(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """With slabs so small that nearly nothing has left: the rest is what was there at the time."""
-    monkeypatch.setattr(local, "SLAB_BYTES", 64)
+    monkeypatch.setattr(slab_memory, "SLAB_BYTES", 64)
     sender, receiver = make(range(2), range(2))
     receiver.open("a", 90, ((0, 90),))
     positions = np.arange(90)
@@ -179,7 +179,7 @@ def test_forgotten_requests_leave_room_for_others(make: Make) -> None:
     """More of them than there are slabs, forgotten by one end before they come, or by the other while they leave."""
     sender, receiver = make(range(2), range(2))
     positions = np.arange(40)
-    for turn in range(3 * local.SLABS):
+    for turn in range(3 * slab_memory.SLABS):
         name, by = f"a{turn}", (sender, receiver)[turn % 2]
         if by is receiver:
             receiver.peers.forget(name)
@@ -287,10 +287,10 @@ def test_auto_is_nixl_where_it_is_installed_and_works(make: Make, monkeypatch: p
         assert kinds("auto") == ["shared"]
     with monkeypatch.context() as patch:
         patch.setattr("headway.runtime.kv_transfer.connector.find_spec", lambda name: object())
-        patch.setattr("headway.runtime.kv_transfer.nixl.import_module", lambda name: FakeNixl)
+        patch.setattr("headway.runtime.kv_transfer.slab_memory.import_module", lambda name: FakeNixl)
         assert kinds("auto") == kinds("nixl") == ["nixl", "shared"]
         assert kinds("peers") == ["shared"]
-        patch.setattr("headway.runtime.kv_transfer.nixl.import_module", lambda name: object())
+        patch.setattr("headway.runtime.kv_transfer.slab_memory.import_module", lambda name: object())
         assert kinds("auto") == ["shared"]
         with pytest.raises(ConfigError, match="kv_connector 'nixl': AttributeError"):
             kinds("nixl")

@@ -16,7 +16,7 @@ from tests.helpers.polling import until
 
 from headway.kv.allocator import slots_of
 from headway.runtime.engine.protocol import PeerLostError
-from headway.runtime.kv_transfer import local
+from headway.runtime.kv_transfer import slab_memory
 from headway.runtime.kv_transfer.connector import Bytes, KvBody, KvPart, KvPlace, SaveKv, SlabFree, SliceEnd, decode
 from headway.runtime.kv_transfer.local import KvPacket, ReceiveQueue, SendQueue, packets_of
 
@@ -79,7 +79,7 @@ def test_packets_leave_in_order_and_forgotten_ones_never_leave(
     caches = {name: rng.integers(0, 255, (LAYERS, 2, HEADS, SLOTS, VECTOR), dtype=np.uint8) for name in "abc"}
     wanted: list[tuple[str, KvBody | SliceEnd, bytes]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local, "SLAB_BYTES", 8 * 2 * HEADS * VECTOR)
+        patch.setattr(slab_memory, "SLAB_BYTES", 8 * 2 * HEADS * VECTOR)
         line, outlet = queue()
         one = KvPart(caches["a"], range(HEADS), 0, np.arange(1), np.arange(1))
         outlet.add(SaveKv("y", 0, 1), packets_of(SaveKv("y", 0, 1), 0, one))  # which keeps the thread

@@ -20,9 +20,9 @@ from tests.helpers.kv_ends import LAYERS, SLOTS, End, meet
 from tests.helpers.polling import let_arrive, until
 
 from headway.runtime.engine.protocol import PeerAddress
-from headway.runtime.kv_transfer import local
+from headway.runtime.kv_transfer import local, slab_memory
 from headway.runtime.kv_transfer.connector import KvBody, SaveKv, decode, encode
-from headway.runtime.kv_transfer.local import SLAB_BYTES, SLABS, SharedMemory, SlabReader
+from headway.runtime.kv_transfer.slab_memory import SLAB_BYTES, SLABS, SharedMemory, SlabReader
 
 WIDE = 1 << 16
 POSITIONS = np.arange(SLOTS)
@@ -189,7 +189,7 @@ def test_where_the_system_refuses_bodies_travel_with_their_notes(
         raise OSError("none left")
 
     sender, receiver = ends
-    monkeypatch.setattr(f"headway.runtime.kv_transfer.local.{call}", refuses)
+    monkeypatch.setattr(f"headway.runtime.kv_transfer.slab_memory.{call}", refuses)
     receiver.open("a", SLOTS, ((0, SLOTS),))
     sender.save(SaveKv("a", 1, 1), sender.part(POSITIONS, POSITIONS))
     receiver.until(lambda: bool(receiver.received))
@@ -199,7 +199,7 @@ def test_where_the_system_refuses_bodies_travel_with_their_notes(
 
 def offered(file: int, size: int, nonce: bytes = bytes(32)) -> SlabReader | None:
     try:
-        return SharedMemory().attach(local._ABOUT.pack(os.getpid(), file, size, nonce))
+        return SharedMemory().attach(slab_memory._ABOUT.pack(os.getpid(), file, size, nonce))
     finally:
         os.close(file)
 

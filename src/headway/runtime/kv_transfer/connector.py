@@ -105,13 +105,12 @@ def make_connector(
     name: str, peers: PeerNetwork, wake: Callable[[], None], kv_heads: int, ranks: int = 1
 ) -> PeerConnector:
     """The connector of that name; see `PeerConnector`. Raises ConfigError, see `check_connector`."""
-    from headway.runtime.kv_transfer.local import MemoryKind, PeerConnector, SharedMemory
+    from headway.runtime.kv_transfer.local import PeerConnector
+    from headway.runtime.kv_transfer.slab_memory import MemoryKind, NixlMemory, SharedMemory
 
     check_connector(name)
     kinds: list[MemoryKind] = [SharedMemory()]
     if name == "nixl" or (name == "auto" and find_spec("nixl") is not None):
-        from headway.runtime.kv_transfer.nixl import NixlMemory
-
         try:
             kinds.insert(0, NixlMemory())
         except ConfigError as error:
