@@ -105,11 +105,11 @@ def run_why(arguments: argparse.Namespace) -> int:
 
     check_outputs(arguments.json)
     check_picture(arguments.picture)
-    told, simulated = _explanation(arguments)
+    explanation, simulated = _explanation(arguments)
     if arguments.json is None or str(arguments.json) != "-":
-        print(fitting(why_text(told, simulated)))
+        print(fitting(why_text(explanation, simulated)))
     if arguments.json is not None:
-        body = msgspec.json.format(msgspec.json.encode(why_json(told, simulated)), indent=1) + b"\n"
+        body = msgspec.json.format(msgspec.json.encode(why_json(explanation, simulated)), indent=1) + b"\n"
         if str(arguments.json) == "-":
             sys.stdout.buffer.write(body)
         else:
@@ -117,7 +117,7 @@ def run_why(arguments: argparse.Namespace) -> int:
     if arguments.picture is not None:
         from headway.sim.report.why import draw_why
 
-        draw_why(told, arguments.picture)
+        draw_why(explanation, arguments.picture)
     return 0
 
 

@@ -84,8 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         from headway.planning.answer import candidates_chart, candidates_table, plan_report
         from headway.sim.report.page import write_page
 
-        told = [plan_report(result, bars), candidates_table(result)]
-        write_page(arguments.report, "headway plan", told, [candidates_chart(result)])
+        parts = [plan_report(result, bars), candidates_table(result)]
+        write_page(arguments.report, "headway plan", parts, [candidates_chart(result)])
     if arguments.out is not None:
         from headway.planning.answer import write_files
 

@@ -145,17 +145,17 @@ def simulate(arguments: argparse.Namespace, data: dict[str, Any], sweeps: list[V
     # Of a measured cluster only what was set: the defaults are of hardware that a scenario names.
     shown = base.scenario.model_dump(mode="json", by_alias=True, exclude_unset=base.cluster is not None)
     outcome = document(shown, result.points)
-    told = [simulation_report(outcome, arguments.wide), _band_line(sound[0], swept=len(points) > 1)]
+    parts = [simulation_report(outcome, arguments.wide), _band_line(sound[0], swept=len(points) > 1)]
     slowest = _slowest_words(arguments, result.points[0], first) if result.points[0]["feasible"] else ""
     # Where a file goes to stdout, it is alone there.
     if "-" not in map(str, (arguments.json, arguments.csv, arguments.requests, arguments.trace)):
-        for part in told:
+        for part in parts:
             show(part)
         if slowest:
             print(slowest)
     _write(arguments, outcome)
     if arguments.report is not None:
-        _write_page(arguments.report, [*told, escape(slowest)], outcome, result.first)
+        _write_page(arguments.report, [*parts, escape(slowest)], outcome, result.first)
     if result.first is not None:
         _write_first(arguments, first.name, result.first)
     # A file was asked for, but the first point did not fit its memory: there is no run to show.
@@ -275,7 +275,7 @@ def _write(arguments: argparse.Namespace, outcome: dict[str, Any]) -> None:
         write_output(arguments.csv, summary_csv(outcome).encode())
 
 
-def _write_page(file: Path, told: list[Any], outcome: dict[str, Any], run: ScenarioRun | None) -> None:
+def _write_page(file: Path, parts: list[Any], outcome: dict[str, Any], run: ScenarioRun | None) -> None:
     """Write the HTML page of all points, or of the first seed's requests where there is one point."""
     from headway.sim.report.page import request_charts, sweep_charts, write_page
     from headway.sim.report.tables import asked_classes
@@ -284,7 +284,7 @@ def _write_page(file: Path, told: list[Any], outcome: dict[str, Any], run: Scena
         charts = sweep_charts(outcome, asked_classes(outcome))
     else:
         charts = [] if run is None else request_charts(run.sim.records)
-    write_page(file, outcome["scenario"].get("name") or file.stem, told, charts)
+    write_page(file, outcome["scenario"].get("name") or file.stem, parts, charts)
 
 
 def _write_first(arguments: argparse.Namespace, name: str, run: ScenarioRun) -> None:

@@ -159,8 +159,8 @@ async def detokenize(request: Request) -> Response:
 
 
 # Both build the response too: a million ids as JSON would keep the event loop for some 20 ms.
-def _tokenize(fields: Mapping[str, Any], asked: RequestContext, prompts: PromptReader) -> Response:
-    _check_model(fields, asked)
+def _tokenize(fields: Mapping[str, Any], request: RequestContext, prompts: PromptReader) -> Response:
+    _check_model(fields, request)
     body = read_body(TokenizeBody, fields)
     # Messages win when both are given.
     if body.messages is not None:
@@ -170,24 +170,24 @@ def _tokenize(fields: Mapping[str, Any], asked: RequestContext, prompts: PromptR
     else:
         raise RequestError("'prompt' (text) or 'messages' is required", "prompt")
     tokens = array("i", prompt.data.tobytes()).tolist()
-    answer: dict[str, Any] = {"count": prompt.tokens, "max_model_len": asked.info.max_model_len, "tokens": tokens}
+    answer: dict[str, Any] = {"count": prompt.tokens, "max_model_len": request.info.max_model_len, "tokens": tokens}
     if body.return_token_strs:
         answer["token_strs"] = [_shown(prompts.tokenizer, token) for token in tokens]
     return json_response(answer)
 
 
-def _detokenize(fields: Mapping[str, Any], asked: RequestContext, prompts: PromptReader) -> Response:
-    _check_model(fields, asked)
+def _detokenize(fields: Mapping[str, Any], request: RequestContext, prompts: PromptReader) -> Response:
+    _check_model(fields, request)
     ids = prompts.token_ids(read_body(DetokenizeBody, fields).tokens, "tokens")
     if not prompts.tokenizer.has_text:
         raise RequestError("this model has no tokenizer", "tokens")
     return json_response({"prompt": prompts.tokenizer.decode(ids)})
 
 
-def _check_model(fields: Mapping[str, Any], asked: RequestContext) -> None:
+def _check_model(fields: Mapping[str, Any], request: RequestContext) -> None:
     """Validate the model's name where it is given; it is optional here. Raises RequestError or ApiError."""
     if "model" in fields:
-        read_model(fields, asked.models)
+        read_model(fields, request.models)
 
 
 def _shown(tokenizer: ModelTokenizer, token: int) -> str:

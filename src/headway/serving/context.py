@@ -160,12 +160,13 @@ class ServerContext:
         async with self.bodies.read(request) as body:
             # Again: it may have ended while the body arrived.
             info = self.info()
-            asked = RequestContext(dict(request.headers), body.received_s, info, self.settings, self.models(), owner.id)
+            headers = dict(request.headers)
+            about = RequestContext(headers, body.received_s, info, self.settings, self.models(), owner.id)
             try:
-                return await self.bodies.parse(body, parse, asked)
+                return await self.bodies.parse(body, parse, about)
             except ContextNeededError as needed:
-                asked = replace(asked, prepared=self.find_context(owner, needed.name).record)
-            return await self.bodies.parse(body, parse, asked)
+                about = replace(about, prepared=self.find_context(owner, needed.name).record)
+            return await self.bodies.parse(body, parse, about)
 
     def check_room(self, owner: str | None) -> None:
         """Raise OverloadedError where a new request is refused, UnavailableError while the journal cannot be written.

@@ -111,25 +111,25 @@ class PreparedContext:
 
 
 def _parse(
-    fields: Mapping[str, Any], asked: RequestContext, prompts: PromptReader
+    fields: Mapping[str, Any], request: RequestContext, prompts: PromptReader
 ) -> tuple[ContextRecord, TokenPrompt]:
-    read_model(fields, asked.models)
+    read_model(fields, request.models)
     body = read_body(ContextBody, fields)
     if (body.messages is None) == (body.prompt is None):
         raise RequestError("give either 'messages' or 'prompt'", "messages")
-    if not asked.info.prefix_cache:
+    if not request.info.prefix_cache:
         raise RequestError("this server keeps no prefixes: start it with --prefix-cache")
-    if not asked.info.prepares:
+    if not request.info.prepares:
         raise RequestError(
             "a cluster, or a server with --event-log, prepares no documents: send the document as the beginning of a "
             "prompt"
         )
     record = ContextRecord(
-        id=f"ctx-{uuid.uuid4().hex}", owner=asked.owner, model=body.model, tokens=0, created=time.time(),
+        id=f"ctx-{uuid.uuid4().hex}", owner=request.owner, model=body.model, tokens=0, created=time.time(),
         ttl_s=body.ttl, cache_salt=body.cache_salt, prompt=msgspec.Raw(msgspec.json.encode(body.prompt)),
         messages=None if body.messages is None else tuple(body.messages),
     )  # fmt: skip
-    return _tokenized(record, asked.info, prompts)
+    return _tokenized(record, request.info, prompts)
 
 
 def _tokenized(record: ContextRecord, info: EngineInfo, prompts: PromptReader) -> tuple[ContextRecord, TokenPrompt]:

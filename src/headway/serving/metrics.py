@@ -605,9 +605,9 @@ def log_request(
                 fields["cached_tokens"] = earliest.cached_tokens
                 fields["cached_saved_s"] = round(earliest.saved_s, 6)
         fields["class"] = records[0].request_class
-        asked = [objectives for record in records if (objectives := record.objectives())]
-        if asked:
-            fields["slo"] = "met" if all(all(each.values()) for each in asked) else "missed"
+        judged = [objectives for record in records if (objectives := record.objectives())]
+        if judged:
+            fields["slo"] = "met" if all(all(each.values()) for each in judged) else "missed"
         gaps = [record.worst_gap_s for record in records if record.output_tokens > 1]
         if gaps:
             fields["worst_gap_s"] = round(max(gaps), 6)

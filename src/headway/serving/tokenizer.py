@@ -13,10 +13,8 @@ import json
 import logging
 import os
 import re
-import threading
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,46 +37,6 @@ if TYPE_CHECKING:
 
 BYTES_PER_CHARACTER = 512
 """Memory that tokenising one character takes at most, about: measured, 85 to 400 bytes."""
-UNCOUNTED_CHARACTERS = 64 << 10
-"""Texts up to this length are not counted: each thread tokenises one at a time."""
-
-
-class TokenizingMemory:
-    """Memory for texts that cannot be cut. Used by several threads.
-
-    limit: bytes of all that are tokenised at one time.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._free = limit
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def hold(self, characters: int) -> Iterator[None]:
-        """Wait for the memory that a text of that length takes, and hold it meanwhile.
-
-        Raises RequestError for a text that takes more than all of it.
-        """
-        if characters <= UNCOUNTED_CHARACTERS:
-            yield
-            return
-        wanted = characters * BYTES_PER_CHARACTER
-        if wanted > self._limit:
-            raise RequestError(
-                f"the text has {characters} characters in a row that can only be tokenised at once; this server's "
-                f"memory for that allows {self._limit // BYTES_PER_CHARACTER}: send token ids, or text with spaces",
-                "prompt",
-            )
-        with self._changed:
-            self._changed.wait_for(lambda: self._free >= wanted)
-            self._free -= wanted
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._free += wanted
-                self._changed.notify_all()
 
 
 # Cutting long texts where their tokens are the same: the tokens of the pieces, joined, are those of the whole.
@@ -218,7 +176,7 @@ log = logging.getLogger("headway.server")
 class ModelTokenizer:
     """One model's tokenizer and chat template. Immutable after construction; safe to use from several threads.
 
-    memory: bytes that tokenising texts may take at one time; split_special_tokens: text never becomes a special token;
+    memory: bytes that tokenising a text may take; split_special_tokens: text never becomes a special token;
     sampling_defaults: what requests get that say nothing else (`read_sampling_defaults`).
     """
 
@@ -239,7 +197,8 @@ class ModelTokenizer:
             "split_special_tokens": split_special_tokens,
             "sampling_defaults": sampling_defaults,
         }
-        self._memory = TokenizingMemory(memory)
+        # A text that cannot be cut takes its memory at once; a process tokenises one such text at a time.
+        self._most_characters = memory // BYTES_PER_CHARACTER
         self._pieces: TextPieces | None = None
         self._template: ChatTemplate | None = None
         if chat_template:
@@ -362,10 +321,15 @@ class ModelTokenizer:
 
     def _encoded(self, text: str, add_special_tokens: bool) -> array[int]:
         assert self._backend is not None
-        with self._memory.hold(len(text)):
-            # A batch of one: `encode` of the library would hold the interpreter's lock all the time.
-            (found,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            return array("i", found.ids)
+        if len(text) > self._most_characters:
+            raise RequestError(
+                f"the text has {len(text)} characters in a row that can only be tokenised at once; this server's "
+                f"memory for that allows {self._most_characters}: send token ids, or text with spaces",
+                "prompt",
+            )
+        # A batch of one: `encode` of the library would hold the interpreter's lock all the time.
+        (found,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return array("i", found.ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of all `ids` together; empty when there is no tokenizer."""

@@ -64,14 +64,14 @@ def add_routes(app: FastAPI, live: LivePage) -> None:
         requests that wait, run or have ended lately. For `/ui`; its form may change."""
         query = request.query_params
         at_s = float(_number(query.get("at"), "at")) if "at" in query else None
-        asked = (int(_number(query.get("after"), "after")), int(_number(query.get("bucket"), "bucket")), at_s)
+        wanted = (int(_number(query.get("after"), "after")), int(_number(query.get("bucket"), "bucket")), at_s)
         # Made at most twice a second, whatever asks: others wait, and what asks for the same shares it.
         async with turn:
             nonlocal newest
-            if newest is None or newest[0] != asked or time.monotonic() - newest[2] >= PAGE_S:
+            if newest is None or newest[0] != wanted or time.monotonic() - newest[2] >= PAGE_S:
                 if newest is not None:
                     await asyncio.sleep(max(0.0, newest[2] + PAGE_S - time.monotonic()))
-                newest = (asked, json_response(live.page(*asked)).body, time.monotonic())
+                newest = (wanted, json_response(live.page(*wanted)).body, time.monotonic())
             return Response(newest[1], media_type="application/json")
 
     async def why(request: Request) -> Response:

@@ -97,8 +97,8 @@ class EngineRecording:
 
     def why(self, request_id: str, under: Sequence[str]) -> tuple[RequestExplanation, list[CounterfactualOutcome]]:
         """See `RecordedRun`."""
-        told = explain(self._run, request_id)
-        return told, outcomes(self._run, told.record.id, under) if under else []
+        explanation = explain(self._run, request_id)
+        return explanation, outcomes(self._run, explanation.record.id, under) if under else []
 
 
 def _life(run: ReplayedRun, record: RequestRecord) -> Iterator[Happening]:

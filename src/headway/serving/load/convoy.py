@@ -30,7 +30,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -78,14 +78,8 @@ class ConvoyResult:
     """Those sent before the long prompt's first token, in order."""
     cut_short: bool = False
     """Whether `ConvoyPlan.max_s` ended the shorts before the long prompt's first token."""
-
-
-class ConvoyRound(NamedTuple):
-    """One repeat."""
-
-    alone: RequestRecord | None
+    alone: RequestRecord | None = None
     """The long prompt without shorts, where it was measured."""
-    convoy: ConvoyResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +88,6 @@ class ConvoyRun:
 
     convoys: tuple[ConvoyResult, ...]
     """One per repeat."""
-    longs_alone: tuple[RequestRecord, ...]
-    """One per repeat; empty when the plan's `alone` is False."""
     shorts_alone: tuple[RequestRecord, ...] = ()
     """The warm-up's shorts."""
 
@@ -112,7 +104,8 @@ class ConvoyRun:
     @property
     def alone_s(self) -> float | None:
         """Median over repeats of the long prompt's TTFT alone."""
-        return quantile([s for record in self.longs_alone if (s := ttft_s(record)) is not None], 50)
+        alone = (convoy.alone for convoy in self.convoys if convoy.alone is not None)
+        return quantile([s for record in alone if (s := ttft_s(record)) is not None], 50)
 
     @property
     def short_alone_s(self) -> float | None:
@@ -120,15 +113,6 @@ class ConvoyRun:
         return quantile(
             [s for record in self.shorts_alone[1:] if (s := ttft_s(record)) is not None],
             50,
-        )
-
-    @classmethod
-    def of(cls, shorts_alone: Sequence[RequestRecord], rounds: Sequence[ConvoyRound]) -> ConvoyRun:
-        """Return the measurements of these rounds."""
-        return cls(
-            convoys=tuple(one.convoy for one in rounds),
-            longs_alone=tuple(one.alone for one in rounds if one.alone is not None),
-            shorts_alone=tuple(shorts_alone),
         )
 
 
@@ -175,8 +159,8 @@ class ConvoyRunner:
         """Run the experiment. A failed short becomes a record; raises ConvoyError for any other failed request."""
         async with LoadClient(self.endpoint) as client:
             shorts_alone = await self.warm_up(client)
-            rounds = [await self.round(client, number) for number in range(self.plan.repeat)]
-        return ConvoyRun.of(shorts_alone, rounds)
+            convoys = [await self.round(client, number) for number in range(self.plan.repeat)]
+        return ConvoyRun(convoys=tuple(convoys), shorts_alone=tuple(shorts_alone))
 
     async def warm_up(self, client: LoadClient) -> list[RequestRecord]:
         """Send the plan's shorts one after the other, then a long prompt where it will be measured alone."""
@@ -187,7 +171,7 @@ class ConvoyRunner:
             self.say(f"warm-up: a long prompt, {ttft_s(cold) or 0.0:.2f} s")
         return shorts_alone
 
-    async def round(self, client: LoadClient, number: int) -> ConvoyRound:
+    async def round(self, client: LoadClient, number: int) -> ConvoyResult:
         """Measure the long prompt alone, where the plan says so, and a convoy."""
         alone = None
         if self.plan.alone:
@@ -195,7 +179,7 @@ class ConvoyRunner:
             self.say(f"long prompt alone: {ttft_s(alone) or 0.0:.2f} s")
         convoy = await self._convoy(client, number)
         self.say(f"long prompt among {len(convoy.shorts)} shorts: {ttft_s(convoy.long) or 0.0:.2f} s")
-        return ConvoyRound(alone, convoy)
+        return replace(convoy, alone=alone)
 
     async def _one(self, client: LoadClient, job: LoadRequest, name: str) -> RequestRecord:
         client.restart_clock()
@@ -238,7 +222,7 @@ async def alternate(runners: Sequence[ConvoyRunner], seconds: float) -> list[Con
         clients = [await stack.enter_async_context(LoadClient(runner.endpoint)) for runner in runners]
         began_s = time.monotonic()
         warm = [await runner.warm_up(client) for runner, client in zip(runners, clients, strict=True)]
-        rounds: list[list[ConvoyRound]] = [[] for _ in runners]
+        rounds: list[list[ConvoyResult]] = [[] for _ in runners]
         while True:
             round_s = time.monotonic()
             for runner, client, done in zip(runners, clients, rounds, strict=True):
@@ -246,7 +230,9 @@ async def alternate(runners: Sequence[ConvoyRunner], seconds: float) -> list[Con
             now_s = time.monotonic()
             if now_s - began_s + (now_s - round_s) > seconds:
                 break
-    return [ConvoyRun.of(shorts, done) for shorts, done in zip(warm, rounds, strict=True)]
+    return [
+        ConvoyRun(convoys=tuple(done), shorts_alone=tuple(shorts)) for shorts, done in zip(warm, rounds, strict=True)
+    ]
 
 
 async def _set_before(event: asyncio.Event, seconds: float) -> bool:
@@ -634,12 +620,12 @@ def report(data: dict[str, Any], json_file: Path | None, page_file: Path | None 
     """Print the table of a convoy's JSON; write it and an HTML page where asked. Return 1 if a short failed, else 0."""
     from headway.sim.report.tables import convoy_sentence, convoy_table, ratio_table, say, show
 
-    told: list[Any] = [
+    parts: list[Any] = [
         convoy_sentence(data),
         convoy_table(data, wide),
         *([ratio_table(data)] if data["ratios"] else []),
     ]
-    for part in told:
+    for part in parts:
         show(part)
     for run in data["runs"]:
         errors = [row["error"] for convoy in run["convoys"] for row in convoy["series"] if row["error"]]
@@ -651,7 +637,7 @@ def report(data: dict[str, Any], json_file: Path | None, page_file: Path | None 
     if page_file is not None:
         from headway.sim.report.page import convoy_charts, write_page
 
-        write_page(page_file, "headway bench convoy", told, convoy_charts(data))
+        write_page(page_file, "headway bench convoy", parts, convoy_charts(data))
         say(f"wrote {page_file}")
     # A failed long prompt has raised ConvoyError before.
     return 1 if any(run["short"]["failed"] for run in data["runs"]) else 0

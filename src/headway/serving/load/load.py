@@ -131,10 +131,10 @@ def _hits_line(requests: Sequence[TraceRequest], records: Sequence[RequestRecord
         return "no turn was answered"
     cached = sum(records[i].cached_tokens for i in answered)
     shared = shared_tokens([requests[i] for i in answered], CACHE_BLOCK)
-    said = f"cached by `usage`: {cached:,} of {total:,} prompt tokens ({cached / total:.1%})"
+    line = f"cached by `usage`: {cached:,} of {total:,} prompt tokens ({cached / total:.1%})"
     if not cached:
-        said += " - nothing was, or the endpoint does not say (prompt_tokens_details)"
-    return f"{said}; the sessions share {shared / total:.1%} in blocks of {CACHE_BLOCK}"
+        line += " - nothing was, or the endpoint does not say (prompt_tokens_details)"
+    return f"{line}; the sessions share {shared / total:.1%} in blocks of {CACHE_BLOCK}"
 
 
 async def _with_progress(endpoint: Any, play: Any, count: int) -> Any:
@@ -161,16 +161,16 @@ def _report(
 
     summary = summarise(result.records)
     body = summary.to_json()
-    asked = {record.klass for record in result.records if record.slo.any()}
-    told: list[Any] = [
-        classes_sentence(body, asked),
-        classes_table(body, None, asked, args.wide),
+    judged = {record.klass for record in result.records if record.slo.any()}
+    parts: list[Any] = [
+        classes_sentence(body, judged),
+        classes_table(body, None, judged, args.wide),
         rates_line(summary, judged=bool(goodput)),
     ]
     failed = summary.total.requests - summary.total.ok
     if failed:
-        told.append(error_table(result.records))
-    for part in told:
+        parts.append(error_table(result.records))
+    for part in parts:
         show(part)
     lag = send_lag(result.records)
     # 10 ms: beyond it the client itself distorts short latencies.
@@ -188,7 +188,7 @@ def _report(
     if args.report is not None:
         from headway.sim.report.page import request_charts, write_page
 
-        write_page(args.report, f"headway bench: {model}", told, request_charts(result.records))
+        write_page(args.report, f"headway bench: {model}", parts, request_charts(result.records))
         say(f"wrote {args.report}")
     if (late := slowest(result.records)) is not None:
         print(slowest_line(late, f"--url {args.url}"))
