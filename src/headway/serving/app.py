@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, FastAPI
@@ -60,6 +60,8 @@ from headway.serving.run import example, example_call
 from headway.serving.settings import ServerSettings
 from headway.serving.tokenizer import ModelTokenizer
 from headway.serving.tracing import open_tracer
+
+T = TypeVar("T")
 
 router = APIRouter()
 # The API wants a creation time of the model; its files' times are not known here.
@@ -223,20 +225,11 @@ async def show_one(request: Request) -> Response:
 async def join(request: Request) -> Response:
     """`{"pool": 0}`: one like those of the cluster file's first pool. 202: it is starting, and gets work when ready."""
     cluster, server = _cluster(request), context(request)
-    _check_json(request)
-    pool = _pool(await server.active.begin(server.bodies.whole(request, _LARGEST_BODY)))
+    pool = (await _small_body(request, _JoinBody, _LARGEST_BODY, '{"pool": 0}', "pool")).pool
     present, most = len(cluster.report().instances), server.settings.max_instances
     if present >= most:
         raise OverloadedError(f"the cluster has {present} instances, and may have {most}", 30.0)
     return json_response(cluster.join(pool), 202)
-
-
-def _pool(body: bytes) -> int:
-    """Return the pool that a request to join names. Raises ApiError 400."""
-    try:
-        return msgspec.json.decode(body or b"{}", type=_JoinBody).pool
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ApiError(400, f'{error}: send {{"pool": 0}}', "pool") from None
 
 
 @router.delete("/v1/cluster/instances/{number}", response_model=None, summary="Drain an instance, then end it")
@@ -255,25 +248,24 @@ async def replace_rates(request: Request) -> Response:
     engine: Any = server.engine
     if not isinstance(engine, InstanceAdmin):
         raise ApiError(404, "this server places no requests by improvement rates: `headway cluster` does, under tetris")
-    _check_json(request)
-    table = _rates(await server.active.begin(server.bodies.whole(request, _LARGEST_TABLE)))
+    form = '{"points": [[requests a second, rate], ...]}'
+    table = await _small_body(request, RateTable, _LARGEST_TABLE, form, "points")
     engine.replace_rates(table)
     return json_response(table)
 
 
-def _rates(body: bytes) -> RateTable:
-    """Return the table in a body. Raises ApiError 400."""
-    try:
-        return msgspec.json.decode(body, type=RateTable)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f'{error}: send {{"points": [[requests a second, rate], ...]}}', "points") from None
-
-
-def _check_json(request: Request) -> None:
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+async def _small_body(request: Request, kind: type[T], most_bytes: int, form: str, param: str) -> T:
+    """Read a body of few bytes as an object of a class. form: how to write it. Raises ApiError 415 and 400."""
+    sent = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     # What a form of a web page can send is not JSON.
-    if kind != "application/json":
-        raise ApiError(415, f"content-type {kind[:40]!r} is not supported: send application/json")
+    if sent != "application/json":
+        raise ApiError(415, f"content-type {sent[:40]!r} is not supported: send application/json")
+    server = context(request)
+    body = await server.active.begin(server.bodies.whole(request, most_bytes))
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"{error}: send {form}", param) from None
 
 
 def _cluster(request: Request) -> InstanceAdmin:

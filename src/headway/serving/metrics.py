@@ -149,12 +149,12 @@ class ClassMetrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(prefix + name, text, ("class", *labels), registry=registry)
 
-        self._first = histogram(
+        self.first = histogram(
             "class_time_to_first_token_seconds", "From reception to the first output token, by class.", long
         )
-        self._gap = histogram("class_inter_token_latency_seconds", "Between two output tokens, by class.", short)
+        self.gap = histogram("class_inter_token_latency_seconds", "Between two output tokens, by class.", short)
         self._worst = histogram("class_worst_gap_seconds", "A request's longest time between two tokens.", short)
-        self._asked = counter("slo_requests_asked", "Requests that asked for a latency.")
+        self.requested = counter("slo_requests_asked", "Requests that asked for a latency.")
         self._met = counter("slo_requests_met", "Requests that got all the latencies that they asked for.")
         self._missed = counter("slo_requests_missed", "Requests that missed a latency that they asked for.")
         self._targets = counter("slo_targets_missed", "Latencies asked for and missed: ttft, tpot.", "target")
@@ -162,7 +162,7 @@ class ClassMetrics:
         self.met_total = self.missed_total = 0
         # The two classes of the server's own are there from the start, so that rates are defined before a request.
         for each in ("short", "long"):
-            for metric in (self._first, self._gap, self._worst, self._asked, self._met, self._missed):
+            for metric in (self.first, self.gap, self._worst, self.requested, self._met, self._missed):
                 metric.labels(each)
             for target in ("ttft", "tpot"):
                 self._targets.labels(each, target)
@@ -175,21 +175,6 @@ class ClassMetrics:
             return "other"
         self._named.add(request_class)
         return request_class
-
-    def asked(self, request_class: str, slo: Slo) -> None:
-        """Count an accepted request, if it asks for a latency."""
-        if slo != Slo():
-            self._asked.labels(request_class).inc()
-
-    def first(self, request_class: str, seconds: float) -> None:
-        """Add a time to first token."""
-        self._first.labels(request_class).observe(seconds)
-
-    def gap(self, request_class: str, seconds: float, tokens: int) -> None:
-        """Add the time before a delta of `tokens` tokens, which share it."""
-        gaps = self._gap.labels(request_class)
-        for _ in range(tokens):
-            gaps.observe(seconds / tokens)
 
     def finished(self, record: GenerationRecord) -> None:
         """Add an ended request."""
@@ -234,8 +219,11 @@ class UtilisationCollector:
             return
         flops, read = work_of(base, self._engine.stats)
         mfu, mbu = self._shares(base, flops, read)
-        yield self._counter("model_flops", "FLOPs of the model: matrix products and causal attention.", flops)
-        yield self._counter("model_bytes_read", "Bytes of weights, once a forward pass, and of KV read.", read)
+        for name, text, value in (
+            ("model_flops", "FLOPs of the model: matrix products and causal attention.", flops),
+            ("model_bytes_read", "Bytes of weights, once a forward pass, and of KV read.", read),
+        ):
+            yield CounterMetricFamily(self._prefix + name, text, value=value)
         for name, text, peak in (
             ("peak_flops", "FLOP/s that the devices can do: a data sheet's, or measured at start-up.", base.peak_flops),
             ("peak_bandwidth", "Bytes/s that they can read: a data sheet's, or measured.", base.peak_bandwidth),
@@ -246,9 +234,6 @@ class UtilisationCollector:
         over = f"over at least the last {WINDOW_S:g} s"
         yield GaugeMetricFamily(self._prefix + "mfu", f"Model FLOPs utilisation {over} (0 to 1).", value=mfu)
         yield GaugeMetricFamily(self._prefix + "mbu", f"Memory bandwidth utilisation {over} (0 to 1).", value=mbu)
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        return CounterMetricFamily(self._prefix + name, text, value=value)
 
     def _shares(self, base: UtilisationBase, flops: float, read: float) -> tuple[float, float]:
         """Return MFU and MBU since the newest sample that is old enough, else since the oldest."""
@@ -430,7 +415,8 @@ class ServerMetrics:
         length = "long" if prompt_tokens > self._engine.info.long_tokens else "short"
         name = self.classes.label(job.request_class or length)
         self._prompt_tokens.inc(prompt_tokens)
-        self.classes.asked(name, job.slo)
+        if job.slo != Slo():
+            self.classes.requested.labels(name).inc()
         most = job.params.max_tokens
         return GenerationRecord(
             job.received_s, prompt_tokens, self._first, self._gap, self._finish, self.rejected, job.slo, name, most
@@ -439,14 +425,15 @@ class ServerMetrics:
     def _first(self, record: GenerationRecord, seconds: float, tokens: int) -> None:
         self._generation_tokens.inc(tokens)
         self._observe("time_to_first_token_seconds", seconds)
-        self.classes.first(record.request_class, seconds)
+        self.classes.first.labels(record.request_class).observe(seconds)
 
     def _gap(self, record: GenerationRecord, seconds: float, tokens: int) -> None:
         self._generation_tokens.inc(tokens)
-        # Several tokens in one delta share the gap, so that the histogram counts one entry per token.
+        gaps = self.classes.gap.labels(record.request_class)
+        # Several tokens in one delta share the gap, so that histograms count one entry per token.
         for _ in range(tokens):
             self._observe("inter_token_latency_seconds", seconds / tokens)
-        self.classes.gap(record.request_class, seconds, tokens)
+            gaps.observe(seconds / tokens)
 
     def rejected(self, status: int) -> None:
         """Count a generation request that was refused with an HTTP status; called once for each."""
@@ -501,14 +488,13 @@ class _EngineCollector:
         """Yield one family per gauge and counter; called by the registry at each scrape."""
         stats = self._engine.stats
         for name, (text, source) in _ENGINE_GAUGES.items():
-            yield self._gauge(name, text, getattr(stats, source))
-        usage = stats.kv_tokens_used / stats.kv_tokens_total if stats.kv_tokens_total else 0.0
-        yield self._gauge("kv_cache_usage_perc", "Share of the KV pool in use (0 to 1).", usage)
-        yield self._gauge("engine_up", "1 when the engine serves, 0 otherwise.", float(self._engine.state == "ready"))
+            yield GaugeMetricFamily(PREFIX + name, text, value=getattr(stats, source))
+        text = "Share of the KV pool in use (0 to 1)."
+        yield GaugeMetricFamily(PREFIX + "kv_cache_usage_perc", text, value=_share(stats))
+        up = float(self._engine.state == "ready")
+        yield GaugeMetricFamily(PREFIX + "engine_up", "1 when the engine serves, 0 otherwise.", value=up)
         for name, (text, source) in _ENGINE_COUNTERS.items():
-            counter = CounterMetricFamily(PREFIX + name, text)
-            counter.add_metric((), getattr(stats, source))
-            yield counter
+            yield CounterMetricFamily(PREFIX + name, text, value=getattr(stats, source))
         if stats.stage_busy_s:
             busy = CounterMetricFamily(
                 PREFIX + "stage_busy_seconds",
@@ -530,11 +516,6 @@ class _EngineCollector:
         blocks = info.kv_tokens_total // max(1, info.kv_block_tokens)
         config.add_metric((str(info.kv_block_tokens), str(blocks), info.dtype), 1)
         yield config
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        gauge = GaugeMetricFamily(PREFIX + name, text)
-        gauge.add_metric((), value)
-        return gauge
 
 
 class _AliasedRegistry:

@@ -159,16 +159,13 @@ def ask(
                 raise ValueError("no JSON object")
             return answer
     except urllib.error.HTTPError as refusal:
-        raise ConfigError(_reason(refusal, url)) from None
+        try:
+            why = f"the server refuses it: {json.load(refusal)['error']['message']}"
+        except (OSError, HTTPException, ValueError, KeyError, TypeError):
+            why = f"the server answers {refusal.code} {refusal.reason} to {url}: it is none of this version"
+        raise ConfigError(why) from None
     except (OSError, HTTPException, ValueError) as problem:
         raise ConfigError(f"{url} does not answer ({problem}); is a server there?") from None
-
-
-def _reason(refusal: urllib.error.HTTPError, url: str) -> str:
-    try:
-        return f"the server refuses it: {json.load(refusal)['error']['message']}"
-    except (OSError, HTTPException, ValueError, KeyError, TypeError):
-        return f"the server answers {refusal.code} {refusal.reason} to {url}: it is none of this version"
 
 
 def first_model(base_url: str, api_key: str | None = None) -> dict[str, Any]:
