@@ -44,7 +44,7 @@ from headway.serving.formats import (
     render_prompt,
 )
 from headway.serving.jobs import BodyReader, PromptReader, RequestContext, read_model
-from headway.serving.journal import RequestJournal
+from headway.serving.journal import JournalWriter, RequestJournal
 from headway.serving.live import pages
 from headway.serving.live.feed import ServerFeed
 from headway.serving.metrics import ServerMetrics, StatusLine
@@ -391,7 +391,7 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
     if settings.otlp_traces_endpoint is not None:
         server.tracer = open_tracer(settings.otlp_traces_endpoint, package_version())
     if settings.journal is not None:
-        server.unbound_journal = RequestJournal(Path(settings.journal))
+        server.journal = JournalWriter(RequestJournal(Path(settings.journal)), f"--journal {settings.journal}")
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
 
-from headway.core.errors import ConfigError, HeadwayError, OverloadedError, UnavailableError
+from headway.core.errors import HeadwayError, OverloadedError, UnavailableError
 from headway.runtime.engine.protocol import EngineClient, EngineInfo
 from headway.serving.access import RequestOwner
 from headway.serving.errors import ApiError
 from headway.serving.jobs import BodyReader, ContextNeededError, Parse, RequestContext
-from headway.serving.journal import JournalEntry, JournalWriter, RequestJournal
+from headway.serving.journal import JournalWriter
 from headway.serving.live.feed import ServerFeed
 from headway.serving.metrics import ServerMetrics
 from headway.serving.settings import ServerSettings
@@ -52,11 +52,7 @@ class ServerContext:
     failure: HeadwayError | None = None
     """The error that kept the engine from starting."""
     journal: JournalWriter | None = None
-    """None without `--journal`, and until the engine has started."""
-    unbound_journal: RequestJournal | None = None
-    """The journal, until the engine's start says which model it belongs to."""
-    unfinished: dict[int, JournalEntry] = field(default_factory=dict)
-    """Requests that an earlier server left in the journal, by number."""
+    """None without `--journal`."""
     recovered: dict[str, RecoveredRequest] = field(default_factory=dict)
     """Requests taken over from an earlier server's journal, by the key that it gave them."""
     contexts: dict[tuple[str, str], PreparedContext] = field(default_factory=dict)
@@ -78,8 +74,8 @@ class ServerContext:
         self._starting = asyncio.ensure_future(self.engine.start())
         try:
             info = await self._starting
-            if self.unbound_journal is not None:
-                self._open_journal(self.unbound_journal, info)
+            if self.journal is not None:
+                self.journal.belongs_to(f"{info.model} ({info.architecture}, {info.parameters} parameters)")
         except asyncio.CancelledError:
             # This task itself was cancelled, and not the engine's start by `cancel_start`.
             if not self._starting.cancelled():
@@ -90,21 +86,10 @@ class ServerContext:
             self.failure = error
             raise
 
-    def _open_journal(self, journal: RequestJournal, info: EngineInfo) -> None:
-        """Begin to record, unless the journal has requests of another model: then ConfigError."""
-        try:
-            journal.belongs_to(f"{info.model} ({info.architecture}, {info.parameters} parameters)")
-        except OSError as error:
-            raise ConfigError(f"--journal {self.settings.journal}: {error.strerror}; make room") from error
-        self.unfinished = dict(journal.unfinished)
-        self.journal = JournalWriter(journal, f"--journal {self.settings.journal}")
-
     def close_journal(self) -> None:
         """Stop recording: requests that are unfinished now are left to the next server."""
         if self.journal is not None:
             self.journal.close()
-        elif self.unbound_journal is not None:
-            self.unbound_journal.close()
 
     def find_context(self, owner: RequestOwner, name: str) -> PreparedContext:
         """Return a prepared document by id. Raises ApiError 404 for one that is unknown or another client's."""

@@ -248,7 +248,7 @@ _SYNCING_THREADS = 8
 
 
 class JournalWriter:
-    """Access to a journal from the event loop. Made and closed there."""
+    """Access to a journal from the event loop."""
 
     def __init__(self, journal: RequestJournal, where: str) -> None:
         self._journal = journal
@@ -266,6 +266,15 @@ class JournalWriter:
         self._given_up: set[int] = set()
         self._unsynced: set[int] = set()
         self._synced_s = time.monotonic()
+
+    @property
+    def unfinished(self) -> dict[int, JournalEntry]:
+        """Requests that an earlier server left in the journal and that have not ended, by number."""
+        return dict(self._journal.unfinished)
+
+    def belongs_to(self, model: str) -> None:
+        """See `RequestJournal`."""
+        self._journal.belongs_to(model)
 
     def check(self) -> None:
         """Raise UnavailableError while new requests cannot be recorded."""

@@ -113,7 +113,7 @@ class RecoveredRequest:
 def resume_all(server: ServerContext) -> None:
     """Resume the journal's unfinished requests. Called once, when the engine is ready."""
     assert server.journal is not None
-    for number, entry in server.unfinished.items():
+    for number, entry in server.journal.unfinished.items():
         accepted = entry.accepted
         kind, job = job_of(entry, time.monotonic(), time.time())
         journaled = JournaledRequest(server.journal, number, entry.outputs)
