@@ -386,6 +386,9 @@ def engine_double() -> Any:
         def leave(self, number: int) -> Any:
             raise NotImplementedError(number)
 
+        def replace_rates(self, table: Any) -> None:
+            raise NotImplementedError(table)
+
     return Double()
 
 
