@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.peers.vllm_server import VllmServer
 from headway.core.request import SamplingParams
 from headway.perf.latency.table import MachineRates
-from headway.runtime.assembly.instances import http_cluster
+from headway.runtime.assembly.cluster import http_cluster
 from headway.runtime.cluster.client import ClusterClient
 from headway.runtime.cluster.cluster_file import cluster_file
 from headway.runtime.embedded import model_path

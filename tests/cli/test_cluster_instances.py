@@ -9,9 +9,8 @@ import pytest
 
 from headway.core.errors import ConfigError, RequestError
 from headway.core.strict_yaml import load
-from headway.runtime.assembly import instances
-from headway.runtime.assembly.cluster import links
-from headway.runtime.assembly.instances import InstanceFactory
+from headway.runtime.assembly import cluster as instances
+from headway.runtime.assembly.cluster import InstanceFactory, links
 from headway.runtime.cluster.cluster_file import ClusterFile, check_hosts, cluster_file, nodes_of
 from headway.runtime.engine.config import EngineConfig
 from headway.serving.serve_settings import ServeSettings, instance_configs

@@ -82,7 +82,7 @@ def test_temporary_path_too_long_for_sockets_is_a_config_error(root: Path, monke
 
 def test_a_killed_engine_with_ranks_leaves_no_folder_of_multiprocessing(root: Path) -> None:
     code = (
-        "import os, signal; from headway.runtime.launcher import rank_launcher as ranks; "
+        "import os, signal; from headway.runtime.launcher import processes as ranks; "
         "ranks.RANK = 'json'; ranks.warm(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code], check=False)

@@ -15,7 +15,8 @@ import pytest
 
 from headway.runtime.engine import process as module
 from headway.runtime.engine.config import EngineConfig
-from headway.runtime.engine.process import EngineChild
+from headway.runtime.engine.process import EngineProcess, start_engine
+from headway.runtime.launcher.processes import SpawnedProcess
 
 
 class Corpse(subprocess.Popen[bytes]):
@@ -37,11 +38,12 @@ class Corpse(subprocess.Popen[bytes]):
 
 
 @contextmanager
-def held(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[EngineChild, Corpse]]:
+def held(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[EngineProcess, Corpse]]:
     corpse = Corpse()
-    monkeypatch.setattr(module, "spawn", lambda endpoint, config, module: corpse)
+    monkeypatch.setattr(module, "spawn", lambda endpoint, config, module: SpawnedProcess(corpse))
+    monkeypatch.setattr(module, "_END_S", 0.05)
     try:
-        yield EngineChild(EngineConfig(model="m"), "m", folder, 0, end_s=0.05), corpse
+        yield start_engine(EngineConfig(model="m"), "m", folder, 0), corpse
     finally:
         corpse.released.set()
         assert corpse.wait(20) == -signal.SIGKILL
@@ -53,7 +55,7 @@ def test_a_killed_process_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.
         child.end(at_once=True)
         assert corpse.poll() is None
         corpse.released.set()
-        reaper = child._reaper
+        reaper = child.process._reaper
         assert reaper is not None
         reaper.join(20)
         assert corpse.returncode == -signal.SIGKILL

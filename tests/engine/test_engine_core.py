@@ -14,8 +14,8 @@ from headway.core.batch import ManualClock
 from headway.core.errors import OverloadedError
 from headway.core.request import SamplingParams, Slo
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.engine.prefix_lookups import rejection_error
 from headway.runtime.engine.protocol import SubmitRequest
+from headway.runtime.engine.requests import rejection_error
 
 
 def clock_of(core: EngineCore) -> ManualClock:

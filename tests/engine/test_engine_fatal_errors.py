@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
-from headway.runtime.engine.process import EngineChild
+from headway.runtime.engine.process import start_engine
 from headway.runtime.engine.protocol import FatalError, IterationOutputs
 
 MODULE = "tests.helpers.fake_engine_process"
@@ -19,7 +19,7 @@ def last_words(folder: Path, model: str, **fields: object) -> FatalError:
     """Of an engine that is started so."""
 
     async def listen() -> FatalError:
-        child = EngineChild(EngineConfig(model=model, **fields), MODULE, folder, 0)
+        child = start_engine(EngineConfig(model=model, **fields), MODULE, folder, 0)
         try:
             while not isinstance(message := await asyncio.wait_for(child.receive(), 60), FatalError):
                 assert not isinstance(message, IterationOutputs)

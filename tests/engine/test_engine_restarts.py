@@ -18,7 +18,7 @@ from headway.core.errors import UnavailableError
 from headway.core.request import SamplingParams
 from headway.runtime.engine.client import ProcessEngineClient
 from headway.runtime.engine.config import EngineConfig, accumulate_counters
-from headway.runtime.engine.process import EngineChild
+from headway.runtime.engine.process import EngineProcess, start_engine
 from headway.runtime.engine.protocol import EngineStats, OutputDelta, SubmitRequest
 
 
@@ -112,7 +112,7 @@ def test_an_engine_that_dies_again_and_again_is_given_up() -> None:
         os.kill(first, signal.SIGKILL)
         await eventually(lambda: client.pid != first and client.state == "ready")
         os.kill(client.pid, signal.SIGKILL)
-        with pytest.raises(UnavailableError, match=r"has ended with SIGKILL; the engine started again 1 times"):
+        with pytest.raises(UnavailableError, match=r"has ended with signal 9 .*; the engine started again 1 times"):
             await tokens(one)
         assert client.state == "lost"
         assert "the engine started again 1 times within 60 s of running" in (client.failure or "")
@@ -128,7 +128,7 @@ def test_an_engine_that_cannot_be_started_again_ends_what_waits_for_it(monkeypat
         one = stream(client, "a", [1, 2], 10**7)
         await tokens(one, 2)
         draining = asyncio.create_task(client.drain())
-        monkeypatch.setattr("headway.runtime.engine.process.subprocess.Popen", refuse)
+        monkeypatch.setattr("headway.runtime.launcher.processes.subprocess.Popen", refuse)
         os.kill(client.pid, signal.SIGKILL)
         with pytest.raises(UnavailableError, match="Cannot allocate memory"):
             await tokens(one)
@@ -144,7 +144,7 @@ def test_an_engine_with_unreadable_messages_is_ended() -> None:
         with pytest.raises(UnavailableError, match="cannot be looked after"):
             await tokens(stream(client, "a", [1, 2], 10**7))
         assert client.state == "lost"
-        await eventually(lambda: client._engine.process.process.poll() is not None)  # type: ignore[attr-defined]
+        await eventually(lambda: client._engine.process.process.ended is not None)
         await client.drain()
 
     go(test, model="garbles")
@@ -175,11 +175,11 @@ def test_a_restart_that_never_loads_is_given_up_with_its_own_error() -> None:
 def test_a_restarted_engine_has_the_cache_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[EngineConfig] = []
 
-    def spied(config: EngineConfig, *rest: object, **named: object) -> EngineChild:
+    def spied(config: EngineConfig, *rest: object, **named: object) -> EngineProcess:
         seen.append(config)
-        return EngineChild(config, *rest, **named)
+        return start_engine(config, *rest, **named)
 
-    monkeypatch.setattr("headway.runtime.engine.client.EngineChild", spied)
+    monkeypatch.setattr("headway.runtime.engine.client.start_engine", spied)
 
     async def test(client: ProcessEngineClient) -> None:
         for _ in range(2):

@@ -26,11 +26,11 @@ from tests.helpers.process_tree import is_running
 
 from headway.core.errors import ConfigError
 from headway.core.request import SamplingParams
-from headway.runtime.assembly.instances import host_launcher
+from headway.runtime.assembly.cluster import launcher
 from headway.runtime.cluster.instances import LiveInstance
 from headway.runtime.embedded import model_path
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
-from headway.runtime.engine.process import RemoteEngine
+from headway.runtime.engine.process import EngineProcess, by_our_clock, start_engine_elsewhere
 from headway.runtime.engine.protocol import (
     HEARTBEAT_SUFFIX,
     EndProcess,
@@ -45,10 +45,8 @@ from headway.runtime.engine.protocol import (
     join_endpoints,
     split_endpoints,
 )
-from headway.runtime.engine.supervisor import by_our_clock
-from headway.runtime.launcher.host_actor import HostActor, mismatch
 from headway.runtime.launcher.network import guard_client
-from headway.runtime.launcher.ray_hosts import RayHosts
+from headway.runtime.launcher.ray_hosts import HostActor, RayHosts, mismatch
 
 
 class RayError(Exception):
@@ -128,7 +126,7 @@ class FakeActor:
         if actor is not None:
             for process in list(actor._running.values()):
                 process.kill()
-                process.wait()
+                process.join()
         for call in self._calls:
             call.cancel()
 
@@ -160,10 +158,10 @@ class Cluster:
         self.hosts = RayHosts(self.ray, self.actors, there, "127.0.0.1", HOST_OF.__getitem__, model, patience_s)
         stack.callback(self.hosts.close)
 
-    def engine(self, number: int, **fields: Any) -> RemoteEngine:
+    def engine(self, number: int, **fields: Any) -> EngineProcess:
         instance = InstanceConfig(number=number, listen="tcp:127.0.0.1:0", secret="shared")
         config = EngineConfig(model="elsewhere", instance=instance, **fields)
-        engine = RemoteEngine(config, number, self.hosts, FAKE)
+        engine = start_engine_elsewhere(config, number, self.hosts, FAKE)
         self._stack.callback(engine.end)
         return engine
 
@@ -189,7 +187,7 @@ def go(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-async def said(engine: RemoteEngine, kind: type) -> Any:
+async def said(engine: EngineProcess, kind: type) -> Any:
     """The next message of a kind."""
     async with within(20.0):
         while not isinstance(message := await engine.receive(), kind):
@@ -197,21 +195,21 @@ async def said(engine: RemoteEngine, kind: type) -> Any:
     return message
 
 
-def submit(engine: RemoteEngine, name: str, prompt: list[int], received_s: float) -> None:
+def submit(engine: EngineProcess, name: str, prompt: list[int], received_s: float) -> None:
     message = SubmitRequest(
         id=name, prompt_tokens=len(prompt), params=SamplingParams(max_tokens=5), received_s=received_s, timeout_s=30.0
     )
     engine.send([msgspec.msgpack.encode(message), np.array(prompt, dtype=np.int32).tobytes()])
 
 
-async def answered(engine: RemoteEngine, count: int) -> list[OutputDelta]:
+async def answered(engine: EngineProcess, count: int) -> list[OutputDelta]:
     deltas: list[OutputDelta] = []
     while sum(len(delta.tokens) for delta in deltas) < count:
         deltas += (await said(engine, IterationOutputs)).deltas
     return deltas
 
 
-async def pid(engine: RemoteEngine) -> int:
+async def pid(engine: EngineProcess) -> int:
     """Of its process, as soon as its host has said it."""
     await eventually(lambda: engine.process.pid)
     assert engine.process.pid is not None
@@ -295,7 +293,7 @@ def test_a_process_that_the_system_refuses_to_start_is_told_from_a_lost_host(mon
     def refused(*_: object) -> None:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    monkeypatch.setattr("headway.runtime.launcher.host_actor.spawn", refused)
+    monkeypatch.setattr("headway.runtime.launcher.ray_hosts.spawn", refused)
 
     async def test() -> None:
         with hosts() as cluster:
@@ -357,7 +355,7 @@ def test_only_its_own_process_can_speak_at_its_ports(monkeypatch: pytest.MonkeyP
     go(test)
 
 
-def test_a_host_that_does_not_come_back_in_time_fails_its_instances_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_does_not_come_back_in_time_fails_its_instances_once() -> None:
     class Told:
         ends: list[int] = []
 
@@ -367,14 +365,9 @@ def test_a_host_that_does_not_come_back_in_time_fails_its_instances_once(monkeyp
         def ended(self, number: int) -> None:
             self.ends.append(number)
 
-    monkeypatch.setattr(
-        "headway.runtime.assembly.instances.RemoteEngine",
-        lambda config, number, hosts: RemoteEngine(config, number, hosts, FAKE),
-    )
-
     async def test() -> None:
         with hosts(patience_s=1.5) as cluster:
-            launch = host_launcher(1, Path(__file__).parent, cluster.hosts, "shared")
+            launch = launcher(1, Path(__file__).parent, FAKE, hosts=cluster.hosts, secret="shared")
             instance = LiveInstance(1, "mixed", 1, 0, EngineConfig(model="elsewhere"), launch, 0, 1)
             life = asyncio.create_task(instance.look_after(Told()))
             await eventually(lambda: instance.state == "ready")

@@ -187,14 +187,15 @@ def test_an_engine_that_ends_while_its_template_loads_is_not_waited_for(tmp_path
     try:
         given_up = [template.fork(f"ipc://{tmp_path}/{name}", EngineConfig(model="slow")) for name in "ab"]
         given_up[0].terminate()
-        given_up[1].kill_group()
+        given_up[1].kill()
         assert [engine.poll() for engine in given_up] == [-signal.SIGKILL] * 2
         engine = template.fork(f"ipc://{tmp_path}/c", EngineConfig(model="slow"))
         (tmp_path / "go").touch()
         until(lambda: engine.poll() is None and engine.pid)
         assert child_pids(template._process.pid) == [engine.pid]
-        engine.kill_group()
-        assert engine.wait(20.0) == -signal.SIGKILL
+        engine.kill()
+        engine.join(20.0)
+        assert engine.poll() == -signal.SIGKILL
     finally:
         template.kill()
 
@@ -311,7 +312,7 @@ def test_a_template_is_not_started_again_before_it_is_needed(
         assert template._process is None
         engine = template.fork(f"ipc://{tmp_path}/e", EngineConfig(model=str(tmp_path)))
         until(lambda: engine.poll() is None and engine.pid)
-        engine.kill_group()
+        engine.kill()
     finally:
         template.kill()
 

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from headway.perf.hardware import ParallelLayout
+from headway.runtime.assembly.single_process import SingleProcessExecutor
 from headway.runtime.attention.backend import BatchSegment
 from headway.runtime.attention.sdpa import SdpaBackend
 from headway.runtime.executor import rank as gloo
@@ -28,7 +29,6 @@ from headway.runtime.executor import worker as worker_module
 from headway.runtime.executor.measure import measure
 from headway.runtime.executor.plans import place_of
 from headway.runtime.executor.rank import GlooLinks
-from headway.runtime.executor.single_process import SingleProcessExecutor
 from headway.runtime.executor.worker import GroupAttention, ModelWorker, RemoteQuery, RemoteRows
 from headway.runtime.model.loading import CheckpointReader, load_decoder
 from headway.runtime.model.sampling import SampledToken

@@ -18,6 +18,7 @@ from tests.helpers.virtual_time import pause
 from headway.core.request import SpanTask, cut
 from headway.kv.text_keys import TextKeys
 from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.process import EngineProcess
 from headway.runtime.engine.protocol import (
     AbortRequest,
     CacheChanges,
@@ -119,11 +120,12 @@ class FakeCluster:
                 other.peer_lost(number)
 
 
-class FakeProcess:
-    """See `runtime.engine.process.EngineChild`."""
+class FakeProcess(EngineProcess):
+    """Stands for an engine that is started."""
 
     ahead_s = 0.0
     abandoned = False
+    pid: int = 0
 
     def __init__(self, cluster: FakeCluster, number: int, serial: int) -> None:
         self.cluster, self.number, self.serial = cluster, number, serial
@@ -131,7 +133,6 @@ class FakeProcess:
         self.served = False
         self.alive = True
         self.pid = 1000 * serial + number
-        self.process = self
         self.requests: dict[str, Known] = {}
         self.scheduled: dict[str, asyncio.Task[None]] = {}
         self.runs: dict[str, ComputeSpan] = {}

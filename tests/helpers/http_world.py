@@ -13,7 +13,7 @@ from tests.helpers.token_server import TokenServer
 
 from headway.core.request import SamplingParams
 from headway.perf.latency.table import MachineRates
-from headway.runtime.assembly.instances import http_cluster
+from headway.runtime.assembly.cluster import http_cluster
 from headway.runtime.cluster.client import ClusterClient
 from headway.runtime.cluster.cluster_file import ClusterFile
 from headway.runtime.cluster.http_backend import HttpInstance

@@ -13,9 +13,9 @@ from tests.helpers.rank_serving import Ask, greedy, make_core, prompt_of, serve
 
 from headway.core.logs import EventSink
 from headway.perf.hardware import ParallelLayout
+from headway.runtime.assembly.single_process import SingleProcessExecutor
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.executor.multi_process import MultiProcessExecutor
-from headway.runtime.executor.single_process import SingleProcessExecutor
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.model.loading import load_decoder
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from headway.runtime.model.config import DecoderConfig, RopeConfig
-from headway.runtime.model.decoder import DecoderModel
-from headway.runtime.model.weights import DecoderWeights, LayerWeights, PackedLinear
+from headway.runtime.model.decoder import DecoderModel, DecoderWeights, LayerWeights, PackedLinear
 
 
 def reference_config(max_model_len: int = 131072) -> DecoderConfig:

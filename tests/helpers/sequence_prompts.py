@@ -13,10 +13,9 @@ from torch import Tensor
 
 from headway.core.request import Strategy
 from headway.runtime.attention.backend import BatchSegment
-from headway.runtime.model.config import DecoderConfig
+from headway.runtime.model.config import DecoderConfig, ModelShard
 from headway.runtime.model.decoder import DecoderModel
 from headway.runtime.model.loading import load_decoder
-from headway.runtime.model.shard import ModelShard
 from headway.runtime.sequence_parallel.attention import KvMoves, KvShard, TensorTransport
 from headway.runtime.sequence_parallel.layout import EMPTY, ChunkSpec, KvLayout, Order, SpGroup, moves
 from headway.runtime.sequence_parallel.prefill import SequencePrefill

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tests.helpers.random_weights import reference_config
 
 from headway.core.request import Strategy
-from headway.runtime.model.config import DecoderConfig
-from headway.runtime.model.shard import ModelShard
+from headway.runtime.model.config import DecoderConfig, ModelShard
 from headway.runtime.sequence_parallel.layout import ORDERS, ChunkSpec, HeldShard, KvLayout, SpGroup, moves
 
 SMALL_CONFIG = replace(reference_config(512), layers=2, hidden_size=32, q_heads=8, kv_heads=2, head_dim=4, mlp_size=24,

@@ -14,14 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.core.json_files import read_json
 from headway.perf.hardware import ParallelLayout
 from headway.runtime.engine.protocol import EndProcess
 from headway.runtime.executor.multi_process import MultiProcessExecutor
-from headway.runtime.executor.plans import Frame, FromRank, InstanceFromRank, RankPeer, RankPosition, places
-from headway.runtime.executor.rank import RankKvTransfer, RankLoop, _encoder, failure
+from headway.runtime.executor.plans import Frame, FromRank, RankPosition, places
+from headway.runtime.executor.rank import RankLoop, _encoder, failure
 from headway.runtime.executor.worker import GroupAttention, ModelWorker
-from headway.runtime.model.config import read_config
 from headway.runtime.model.loading import load_decoder
 
 WAIT_S = 60.0
@@ -181,6 +179,9 @@ class VirtualWire:
                 raise
             return None
 
+    def starved(self, rank: int, limit_s: float, now: float) -> bool:
+        return False
+
     def close(self) -> None:
         for box in self.boxes:
             box.put([_encoder.encode(EndProcess())])
@@ -190,12 +191,11 @@ class VirtualWire:
 
 
 class VirtualWorld:
-    """All ranks of a layout over one checkpoint, and the executor over them. A context manager. `peer`: they are an
-    instance of a cluster, and KV moves."""
+    """All ranks of a layout over one checkpoint, and the executor over them. A context manager."""
 
     def __init__(
         self, folder: Path, layout: ParallelLayout, kv_blocks: int = 64, block_tokens: int = 8, dtype: str = "float32",
-        eos: tuple[int, ...] = (), peer: RankPeer | None = None,
+        eos: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         self.wire = VirtualWire(layout.accelerators)
         exchange = Exchange(layout)
@@ -210,23 +210,11 @@ class VirtualWorld:
         self.exchange = exchange
         self.threads = [threading.Thread(target=self._serve, args=(p,), daemon=True) for p in places(layout)]
         self.wire.on_close = self._join
-        self.executor = MultiProcessExecutor(self.wire, layout, kv_blocks)
-        self.kvs: list[RankKvTransfer] = []
-        if peer is not None:
-            config = read_config(read_json(folder / "config.json"), None, str(folder))
-            for worker, place in zip(self.workers, places(layout), strict=True):
-                say = self._says(place)
-                self.kvs.append(RankKvTransfer(worker, config, eos, block_tokens, peer, say, say))
-            self.executor.peer_addresses = tuple(kv.address for kv in self.kvs)
-
-    def _says(self, place: RankPosition) -> Callable[[InstanceFromRank], None]:
-        channel = VirtualChannel(place.rank, self.wire)
-        return lambda message: channel.send(_encoder.encode(message))
+        self.executor = MultiProcessExecutor(self.wire, layout)
 
     def _serve(self, place: RankPosition) -> None:
-        kv = self.kvs[place.rank] if self.kvs else None
         try:
-            RankLoop(self.workers[place.rank], VirtualChannel(place.rank, self.wire), kv).serve()
+            RankLoop(self.workers[place.rank], VirtualChannel(place.rank, self.wire)).serve()
         except BaseException as error:
             self.exchange.abort()
             said: FromRank = failure(error)
@@ -236,8 +224,6 @@ class VirtualWorld:
         for thread in self.threads:
             thread.join(WAIT_S)
             assert not thread.is_alive()
-        for kv in self.kvs:
-            kv.close()
 
     def __enter__(self) -> VirtualWorld:
         for thread in self.threads:

@@ -11,7 +11,7 @@ import pytest
 from headway.cli.main import main
 from headway.core.errors import ConfigError
 from headway.perf.latency.groups import GroupLatency, GroupShape
-from headway.runtime.assembly.instances import instance_settings
+from headway.runtime.assembly.cluster import instance_settings
 from headway.runtime.cluster.cluster_file import cluster_file
 from headway.runtime.cluster.http_backend import LearnedLatency, PrefillQueue
 from headway.runtime.cluster.http_server import ServerLoad, parse_load

@@ -16,7 +16,7 @@ from tests.helpers.token_server import greedy
 
 from headway.core.errors import ConfigError
 from headway.core.machine import free_port
-from headway.runtime.assembly.instances import http_cluster
+from headway.runtime.assembly.cluster import http_cluster
 from headway.runtime.cluster.client import ClusterClient
 from headway.runtime.cluster.cluster_file import cluster_file
 from headway.runtime.cluster.server_command import ServerCommand

@@ -14,8 +14,7 @@ from tests.helpers.random_weights import random_decoder, reference_config
 from headway.runtime.attention.backend import BatchSegment
 from headway.runtime.attention.cpu import CpuBackend
 from headway.runtime.attention.native import kernels
-from headway.runtime.model.decoder import DecoderModel
-from headway.runtime.model.weights import DecoderWeights, LayerWeights, PackedLinear
+from headway.runtime.model.decoder import DecoderModel, DecoderWeights, LayerWeights, PackedLinear
 
 pytestmark = pytest.mark.skipif(
     kernels() is None, reason="no C++ compiler or no AVX-512 BF16 here: there are no kernels to test"

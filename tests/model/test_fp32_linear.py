@@ -22,7 +22,7 @@ from headway.core.native_build import LIBRARIES, build, find_compiler
 from headway.runtime.attention.backend import BatchSegment
 from headway.runtime.attention.cpu import CpuBackend
 from headway.runtime.attention.native import GeneralKernels, general_kernels
-from headway.runtime.model import weights as linear_module
+from headway.runtime.model import decoder as linear_module
 from headway.runtime.model.decoder import DecoderModel
 
 pytestmark = pytest.mark.skipif(
@@ -169,7 +169,7 @@ def test_a_decoder_by_these_kernels_agrees_with_the_general_path(
                      rope=replace(config.rope, rotary_dim=32))  # fmt: skip
 
     def made(kernels: GeneralKernels | None, backend: CpuBackend) -> DecoderModel:
-        for name in ("headway.runtime.model.weights", "headway.runtime.model.decoder"):
+        for name in ("headway.runtime.model.decoder", "headway.runtime.model.decoder"):
             monkeypatch.setattr(f"{name}.linear_kernels", lambda _: kernels)
         decoder = random_decoder(config, dtype)
         assert (decoder._compiled is None) == (kernels is None)

@@ -19,7 +19,7 @@ def traffic(context: int, layout: ParallelLayout) -> tuple[float, dict[type, int
     decode, with nine shorts beside them. KV groups hold half of a long request each."""
     blocks = 8 * context // 64 + 64
     wire = EchoTransport(layout)
-    executor = MultiProcessExecutor(wire, layout, blocks)
+    executor = MultiProcessExecutor(wire, layout)
     core = make_core(
         executor, blocks, 64, stages=layout.stages, kv_parallel=layout.kvp, kv_shard_tokens=context // 2 + 64,
         chunking="static:512",
@@ -51,7 +51,7 @@ def test_a_plan_is_small_and_does_not_grow_with_the_context(layout: ParallelLayo
 
 def test_256_decodes_cost_their_changes_only() -> None:
     blocks = 4096
-    executor = MultiProcessExecutor(EchoTransport(ParallelLayout(stages=2)), ParallelLayout(stages=2), blocks)
+    executor = MultiProcessExecutor(EchoTransport(ParallelLayout(stages=2)), ParallelLayout(stages=2))
     core = make_core(executor, blocks, 64, stages=2, max_num_seqs=256)
     serve(core, [Ask([5] * 20, 200 + i) for i in range(256)])
     assert executor.plan_bytes / executor.plans <= 64

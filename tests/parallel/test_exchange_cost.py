@@ -16,12 +16,11 @@ from headway.perf.hardware import ParallelLayout
 from headway.perf.latency import table as store
 from headway.perf.latency.corrected import describe, restore
 from headway.perf.latency.groups import ShardExchangeCost, exchange_of
-from headway.runtime.assembly.engine import assemble, latency_source, profile_mark
-from headway.runtime.assembly.multi_process import build_many
+from headway.runtime.assembly.engine import assemble, build_many, latency_source, profile_mark
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.executor import measure as measuring
 from headway.runtime.executor.multi_process import MultiProcessExecutor
-from headway.runtime.executor.plans import PlanDone, RankQuery
+from headway.runtime.executor.plans import Measured, MeasureRank
 from headway.runtime.executor.profiling import FULL, QUICK, exchange, profile
 
 
@@ -68,17 +67,17 @@ def test_the_slower_pair_counts() -> None:
         waits_on = ("queue",)
 
         def __init__(self) -> None:
-            self.asked: list[tuple[int, RankQuery]] = []
+            self.asked: list[tuple[int, MeasureRank]] = []
 
         def send(self, rank: int, frames: Any) -> None:
-            self.asked.append((rank, msgspec.msgpack.decode(frames[0], type=RankQuery)))
+            self.asked.append((rank, msgspec.msgpack.decode(frames[0], type=MeasureRank)))
 
         def receive(self, timeout_s: float | None) -> Any:
             rank, asked = self.asked.pop()
             seconds = {0: 0.25, 1: 0.5}.get(rank, 0.0)
-            return rank, [msgspec.msgpack.encode(PlanDone(0, measured_s=seconds if asked.kind == "ask" else 0.0))]
+            return rank, [msgspec.msgpack.encode(Measured(seconds if asked.kind == "ask" else 0.0))]
 
-    executor = MultiProcessExecutor(Wire(), ParallelLayout(kvp=4), 8)
+    executor = MultiProcessExecutor(Wire(), ParallelLayout(kvp=4))
     assert executor.measure("exchange", 1, 0, 1) == 0.5
 
 

@@ -15,7 +15,7 @@ from headway.core.errors import ConfigError
 from headway.core.json_files import read_json
 from headway.perf.hardware import ParallelLayout
 from headway.runtime import embedded
-from headway.runtime.assembly import multi_process as many_processes
+from headway.runtime.assembly import engine as many_processes
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.executor.profiling import check_memory, check_shape, need, parameters
 from headway.runtime.model.config import DecoderConfig, read_config

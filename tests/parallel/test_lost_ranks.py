@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,10 +18,10 @@ from headway.core.errors import ConfigError, LostError
 from headway.core.request import SamplingParams
 from headway.perf.hardware import ParallelLayout
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.engine.liveness import HeartbeatMonitor
+from headway.runtime.engine.liveness import HeartbeatMonitor, IterationDeadline
 from headway.runtime.engine.protocol import SubmitRequest
 from headway.runtime.executor.multi_process import MultiProcessExecutor
-from headway.runtime.executor.plans import BatchPlan, Frame, FromRank, PlanDone, RankLostError, RankQuery, ToRank
+from headway.runtime.executor.plans import BatchPlan, Frame, FromRank, LoadedRank, PlanDone, RankLostError, ToRank
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
@@ -36,7 +35,15 @@ class ScriptedWire:
         self.says: deque[tuple[int, FromRank]] = deque()
         self.broken: set[int] = set()
         self.killed = self.closed = 0
+        self.busy = False
+        self.starts: Callable[[], bool] = lambda: True
         self.waits_on: tuple[Any, ...] = ("socket",)
+
+    def start(self, timeout_s: float | None) -> list[LoadedRank] | None:
+        return [] if self.starts() else None
+
+    def starved(self, rank: int, limit_s: float, now: float) -> bool:
+        return self.busy
 
     def send(self, rank: int, frames: Sequence[Frame]) -> None:
         if rank in self.broken:
@@ -60,11 +67,12 @@ class ScriptedWire:
         return [(rank, message) for rank, message in self.sent if isinstance(message, kind)]
 
 
-def begin(rewire: Callable[[], ScriptedWire] | None = None) -> tuple[ScriptedWire, MultiProcessExecutor, EngineCore]:
+def begin(
+    rewire: Callable[[], ScriptedWire] | None = None, limit_s: float = 10.0
+) -> tuple[ScriptedWire, MultiProcessExecutor, EngineCore]:
     """Two stages, one prompt, its first batch on its way."""
     wire = ScriptedWire()
-    executor = MultiProcessExecutor(wire, ParallelLayout(stages=2), 64, rewire)
-    executor.probe_s = 0.005
+    executor = MultiProcessExecutor(wire, ParallelLayout(stages=2), rewire, IterationDeadline(limit_s, 20.0))
     core = make_core(executor, stages=2)
     ask(core, "a")
     core.step(0.0)
@@ -111,20 +119,22 @@ def test_new_ranks_get_every_request_with_its_output() -> None:
 
 
 def test_a_rank_whose_report_was_lost_is_lost() -> None:
-    wire, executor, _ = begin()
-    while not wire.kinds(RankQuery):
-        assert executor.result(0.001) is None
-    wire.says.append((0, PlanDone(0, measured_s=0.0)))
+    wire, executor, core = begin()
+    wire.says.append((0, PlanDone(1)))
     assert executor.result(0.001) is None
-    wire.says.append((1, PlanDone(1, measured_s=0.0)))
-    with pytest.raises(RankLostError, match="worker 1 has carried out plan 1, and its report of it was lost"):
+    ask(core, "b")
+    core.step(0.0)
+    wire.says.append((1, PlanDone(2)))
+    with pytest.raises(RankLostError, match="worker 1 has carried out plan 2, and its report of 1 was due"):
         executor.result(1.0)
 
 
-def test_ranks_that_run_without_progress_are_lost() -> None:
-    _, executor, _ = begin()
-    executor.stall_s = 0.05
-    with pytest.raises(RankLostError, match=r"worker 0 has carried out nothing for 0\.05 s"):
+def test_ranks_that_run_without_progress_are_lost_unless_they_wait_for_a_core() -> None:
+    wire, executor, _ = begin(limit_s=0.05)
+    wire.busy = True
+    assert executor.result(0.3) is None
+    wire.busy = False
+    with pytest.raises(RankLostError, match=r"worker 0 has carried out nothing for 0\.\d+ s"):
         executor.result(5.0)
 
 
@@ -140,10 +150,14 @@ def test_a_restart_that_fails_is_a_loss_too_and_may_be_tried_again() -> None:
     fresh = ScriptedWire()
     attempts: list[int] = []
 
-    def rewire() -> ScriptedWire:
+    def starts() -> bool:
         attempts.append(1)
         if len(attempts) == 1:
             raise ConfigError("worker 0 has ended with signal 9 (SIGKILL) while starting")
+        return True
+
+    def rewire() -> ScriptedWire:
+        fresh.starts = starts
         return fresh
 
     wire, _, core = begin(rewire)
@@ -157,19 +171,16 @@ def test_a_restart_that_fails_is_a_loss_too_and_may_be_tried_again() -> None:
 
 
 def test_closing_while_new_ranks_start_leaves_none_behind() -> None:
-    fresh, go = ScriptedWire(), threading.Event()
-
-    def rewire() -> ScriptedWire:
-        go.wait(10)
-        return fresh
-
-    wire, executor, core = begin(rewire)
+    fresh = ScriptedWire()
+    fresh.starts = lambda: False
+    wire, executor, core = begin(lambda: fresh)
     wire.broken = {0}
     ask(core, "b")
     core.step(0.0)
-    threading.Timer(0.05, go.set).start()
+    core.step(0.0)
+    assert core.recovering
     executor.close()
-    assert (fresh.killed, wire.closed) == (1, 1)
+    assert (wire.killed, fresh.closed) == (1, 1)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)

@@ -82,14 +82,14 @@ def test_a_bad_checkpoint_is_the_error_that_the_user_reads(llama: Path, tmp_path
     wire = ProcessTransport(make_rank_config(tmp_path, 1, 2))
     with pytest.raises(ConfigError, match=r"model\.safetensors"):
         wire.start()
-    assert all(not process.is_alive() for process in wire.processes)
+    assert all(process.ended for process in wire.processes)
 
 
 def test_a_rank_out_of_memory_reports_it(llama: Path) -> None:
     wire = ProcessTransport(make_rank_config(llama, 1, 2, kv_blocks=1 << 50))
     with pytest.raises(ConfigError, match=r"there is no memory for a KV cache of [0-9.]+ GiB"):
         wire.start()
-    assert all(not process.is_alive() for process in wire.processes)
+    assert all(process.ended for process in wire.processes)
 
 
 ENGINE = """

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from headway.perf.hardware import ParallelLayout
 from headway.runtime.executor.plans import place_of, places
 from headway.runtime.executor.profiling import numbers
-from headway.runtime.model.config import DecoderConfig, RopeConfig
-from headway.runtime.model.shard import WHOLE, ModelShard, divides
+from headway.runtime.model.config import WHOLE, DecoderConfig, ModelShard, RopeConfig, divides
 
 BASE = DecoderConfig(
     architecture="LlamaForCausalLM", vocab_size=101, hidden_size=64, layers=5, q_heads=8, kv_heads=2, head_dim=8,

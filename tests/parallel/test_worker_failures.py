@@ -22,6 +22,7 @@ from tests.helpers.rank_serving import Ask, greedy, make_core, prompt_of, serve
 
 from headway.runtime.engine.config import GaveUpError, RestartLimit
 from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.liveness import IterationDeadline
 from headway.runtime.executor.multi_process import MultiProcessExecutor, ProcessTransport
 from headway.runtime.executor.plans import RankConfig
 
@@ -40,12 +41,14 @@ class World:
     def __init__(self, config: RankConfig) -> None:
         self.config = config
         self.wires: list[ProcessTransport] = []
-        self.executor = MultiProcessExecutor(self.wire(), config.layout, config.kv_blocks, self.wire)
+        first = self.wire()
+        first.start()
+        deadline = IterationDeadline(config.timeout_s, 20.0)
+        self.executor = MultiProcessExecutor(first, config.engine.layout, self.wire, deadline)
 
     def wire(self) -> ProcessTransport:
         wire = ProcessTransport(self.config)
         self.wires.append(wire)
-        wire.start()
         return wire
 
     @property
@@ -53,7 +56,7 @@ class World:
         return [int(process.pid or 0) for process in self.wires[-1].processes]
 
     def core(self, losses: int = 100, **scheduler: Any) -> EngineCore:
-        layout = self.config.layout
+        layout = self.config.engine.layout
         core = make_core(self.executor, BLOCKS, BLOCK, stages=layout.stages, kv_parallel=layout.kvp, **scheduler)
         # A scheduler numbers its groups of decodes anew, and the ranks remember those of the one before.
         builders = [core.scheduler, *getattr(core.scheduler, "groups", ())]
@@ -72,7 +75,7 @@ def world(config: RankConfig) -> Iterator[World]:
     finally:
         made.executor.close()
         for wire in made.wires:
-            assert all(not process.is_alive() for process in wire.processes)
+            assert all(process.ended for process in wire.processes)
             assert not Path(wire._directory).exists()
 
 

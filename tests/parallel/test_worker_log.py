@@ -11,15 +11,17 @@ import pytest
 PROGRAM = """
 from headway.core.errors import ConfigError
 from headway.runtime.embedded import model_path
+from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.executor.plans import RankConfig
 from headway.runtime.executor.multi_process import ProcessTransport
 
 if __name__ == "__main__":
     # a time that no clock can wait for: an error that only the workers meet
-    config = RankConfig(
-        model=str(model_path()), dtype="auto", max_model_len=None, attention_backend="cpu", threads=1, kv_blocks=8,
-        block_tokens=8, eos=(), tp=1, stages=2, kvp=1, patience_s=1e300, log_format="json", instance=2,
+    engine = EngineConfig(
+        model=str(model_path()), attention_backend="cpu", threads=1, block_size=8, pipeline_parallel_size=2,
+        log_format="json", instance=InstanceConfig(number=2, listen=""),
     )
+    config = RankConfig(engine=engine, kv_blocks=8, patience_s=1e300)
     try:
         ProcessTransport(config).start()
     except ConfigError as error:

@@ -14,7 +14,7 @@ from tests.helpers.virtual_sequence_ranks import VirtualTransport, on_ranks
 from headway.core.errors import ConfigError, InvariantError
 from headway.perf.hardware import ModelShape
 from headway.perf.latency.fast_sp import saved_bytes
-from headway.runtime.model.shard import ModelShard
+from headway.runtime.model.config import ModelShard
 from headway.runtime.sequence_parallel.prefill import PausedState, SequencePrefill
 
 LAYERS = 5

@@ -17,7 +17,7 @@ from tests.helpers.sequence_routes import SMALL_CONFIG, routes
 from tests.helpers.virtual_sequence_ranks import VirtualTransport, on_ranks
 
 from headway.core.request import cut
-from headway.runtime.model.shard import ModelShard
+from headway.runtime.model.config import ModelShard
 from headway.runtime.sequence_parallel.layout import EMPTY, ChunkSpec, KvLayout, layout_after, moves, pieces
 from headway.runtime.sequence_parallel.prefill import SequencePrefill
 from headway.runtime.sequence_parallel.schedule import ChunkPlan

@@ -18,8 +18,8 @@ from headway.kv.prefix_cache import PrefixCache
 from headway.kv.text_keys import TextKeys
 from headway.policy.placement.contract import Role
 from headway.runtime.cluster.instances import CachedKeys, shareable, text_of
-from headway.runtime.engine.prefix_lookups import take_changes
 from headway.runtime.engine.protocol import ComputeSpan, SubmitRequest
+from headway.runtime.engine.requests import take_changes
 
 BLOCK = 16
 """Tokens of a block of the fake instances."""

@@ -13,8 +13,7 @@ from headway.control.log import read_log
 from headway.core import logs
 from headway.core.errors import ConfigError
 from headway.core.logs import LineWriter
-from headway.runtime.assembly.cluster import sink
-from headway.runtime.assembly.instances import joining_config
+from headway.runtime.assembly.cluster import joining_config, sink
 from headway.runtime.engine.config import EngineConfig
 
 

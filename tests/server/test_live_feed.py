@@ -12,6 +12,7 @@ from tests.helpers.live_feeds import logged_events, sampled_feed
 
 from headway.core.errors import ConfigError
 from headway.runtime.engine.core import MOST_SAMPLES, IterationSampler
+from headway.runtime.engine.process import by_our_clock
 from headway.runtime.engine.protocol import (
     ChunkSample,
     EngineSamples,
@@ -20,7 +21,6 @@ from headway.runtime.engine.protocol import (
     TransferSample,
     WaitingSample,
 )
-from headway.runtime.engine.supervisor import by_our_clock
 from headway.serving.live import feed as limits
 from headway.serving.live.feed import MOST_BUCKETS, DurationHistogram, FollowedRequest, LatencyHistory, LiveFeed
 from headway.sim.explanation import LifeInterval, explain, shares

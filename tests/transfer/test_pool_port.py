@@ -21,10 +21,10 @@ from headway.kv.block_manager import BlockManager
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.scheduler import Scheduler
 from headway.runtime.assembly.engine_process import WallClock
+from headway.runtime.assembly.single_process import SingleProcessExecutor
 from headway.runtime.cluster.agent import KvConnectorScheduler
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import EngineInfo, FromInstance, ReserveKv, SendKv, SpanTaskLost, SubmitRequest
-from headway.runtime.executor.single_process import SingleProcessExecutor
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.kv_transfer.peers import PeerStream
 from headway.runtime.kv_transfer.port import KvPort

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.runtime.engine.protocol import PeerAddress, end_of, heads_of, instance_of, named, rank_of, routes
-from headway.runtime.model.config import DecoderConfig, RopeConfig
-from headway.runtime.model.shard import ModelShard, divides
+from headway.runtime.model.config import DecoderConfig, ModelShard, RopeConfig, divides
 
 CONFIG = DecoderConfig(
     architecture="LlamaForCausalLM", vocab_size=101, hidden_size=64, layers=2, q_heads=8, kv_heads=2, head_dim=8,

@@ -162,7 +162,7 @@ def _torch() -> Iterator[MachineFinding]:
         yield MachineFinding("torch", "absent", "not installed: simulations only", "pip install 'headway[serve]'")
         return
     from headway.perf.device import choose
-    from headway.runtime.executor.cuda_probe import look
+    from headway.runtime.executor.profiling import look
 
     yield MachineFinding("torch", "ok", importlib.metadata.version("torch"))
     yield _kernels()

@@ -22,7 +22,7 @@ from headway.serving.serve_settings import ServeSettings
 from headway.serving.settings import ServerSettings, bind, check_binding, release
 
 if TYPE_CHECKING:
-    from headway.runtime.assembly.instances import InstanceFactory
+    from headway.runtime.assembly.cluster import InstanceFactory
     from headway.runtime.cluster.cluster_file import ClusterFile
     from headway.runtime.cluster.instances import LiveInstance
     from headway.runtime.launcher.ray_hosts import RayHosts
@@ -57,7 +57,6 @@ def serve_cluster(file: ClusterFile, where: str, model: str, settings: ServeSett
     with _bound(server, allow_public) as sockets:
         # Here: a single engine starts sooner without them.
         from headway.runtime.assembly import cluster
-        from headway.runtime.assembly.instances import InstanceFactory
         from headway.runtime.cluster.client import ClusterClient
         from headway.serving.serve_settings import instance_configs, shared_cores
 
@@ -74,7 +73,7 @@ def serve_cluster(file: ClusterFile, where: str, model: str, settings: ServeSett
             configs = instance_configs(file, where, model, settings, cores)
             for warning in shared_cores(file, configs):
                 logging.getLogger("headway.cluster").warning("%s", warning)
-            factory = InstanceFactory(file, configs, folder.path, host_of, hosts)
+            factory = cluster.InstanceFactory(file, configs, folder.path, host_of, hosts)
             instances = factory.start_all()
             client = ClusterClient(
                 instances,
@@ -106,7 +105,7 @@ def serve_http_cluster(
     model: the checkpoint's folder; api_key: sent to the instances. Raises ConfigError when the cluster cannot start.
     """
     with _bound(settings, allow_public) as sockets:
-        from headway.runtime.assembly.instances import http_cluster
+        from headway.runtime.assembly.cluster import http_cluster
         from headway.vllm.latency import EngineFacts, machine_rates
 
         # Where they compute is not known: the rates are this processor's until each instance has been measured.

@@ -114,7 +114,7 @@ class EngineSettings(SettingsModel):
     )
     worker_timeout: Seconds = Field(
         10.0,
-        description="seconds without a heartbeat after which a worker, or an engine on another host, counts as lost "
+        description="seconds without a heartbeat after which a worker or an engine on another host counts as lost "
         "and is started again; an iteration may take this long, or 20 times its prediction if that is more",
         json_schema_extra=_shown_as("SECONDS"),
     )

@@ -36,7 +36,7 @@ def _join_one(
     config: EngineConfig, own: InstanceConfig, core: EngineCore, clock: ClockProtocol, ring: Callable[[], None]
 ) -> InstanceAgent:
     """Make an instance of an engine that computes in its own process."""
-    from headway.runtime.executor.single_process import SingleProcessExecutor
+    from headway.runtime.assembly.single_process import SingleProcessExecutor
     from headway.runtime.kv_transfer.port import KvPort
     from headway.runtime.sequence_parallel.spans import SpanExecutor
 
@@ -55,7 +55,7 @@ def _join_one(
 def _join_ranks(own: InstanceConfig, core: EngineCore, clock: ClockProtocol) -> InstanceAgent | None:
     """Make an instance of an engine whose ranks listen for other instances; None when they do not.
 
-    Whether they do is decided by `multi_process._peer`.
+    Whether they do is decided by `RankConfig.peer`.
     """
     from headway.runtime.executor.multi_process import MultiProcessExecutor
     from headway.runtime.kv_transfer.multi_rank import MultiRankKvTransfer, MultiRankPeers

@@ -28,7 +28,7 @@ from headway.perf.device import choose
 from headway.runtime.assembly import engine_process
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.service import EngineService
-from headway.runtime.executor.cuda_probe import look
+from headway.runtime.executor.profiling import look
 from headway.runtime.launcher.standby import EXIT_CODE, MESSAGE_BYTES, PROCESS_ID, READY
 
 log = logging.getLogger("headway.engine")

@@ -24,7 +24,6 @@ from headway.kv.block_manager import BlockManager, KvLease
 from headway.kv.staged_kv import StagedKv, span_kv_name
 from headway.kv.text_keys import TextKeys
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.engine.output_tracker import OutputTracker
 from headway.runtime.engine.protocol import (
     AbortRequest,
     ComputeSpan,
@@ -43,6 +42,7 @@ from headway.runtime.engine.protocol import (
     ToInstance,
     instance_of,
 )
+from headway.runtime.engine.requests import OutputTracker
 from headway.runtime.kv_transfer.connector import SaveKv
 
 if TYPE_CHECKING:

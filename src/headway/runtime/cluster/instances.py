@@ -21,6 +21,7 @@ import msgspec
 from headway.kv.text_keys import KEY_BYTES, TextKeys
 from headway.policy.placement.contract import ClusterInstance, RateTable, Role
 from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.process import EngineProcess, EngineSupervisor, Message
 from headway.runtime.engine.protocol import (
     CacheChanges,
     EndProcess,
@@ -31,7 +32,6 @@ from headway.runtime.engine.protocol import (
     PeerAddress,
     SubmitRequest,
 )
-from headway.runtime.engine.supervisor import EngineProcess, EngineSupervisor, Message
 
 if TYPE_CHECKING:
     from headway.runtime.cluster.client import InstanceRoster
@@ -312,7 +312,7 @@ class LiveInstance:
     @property
     def pid(self) -> int:
         """Process id now; 0 until its host has reported it."""
-        return self._engine.process.process.pid or 0
+        return self._engine.process.pid or 0
 
     @property
     def limits(self) -> RetryLimits:

@@ -18,8 +18,8 @@ from headway.core.errors import InvariantError, UnavailableError
 from headway.core.request import Request, SpanTask
 from headway.kv.text_keys import TextKeys
 from headway.runtime.cluster.instances import LiveInstance, RetryLimits, shares, text_of
-from headway.runtime.engine.prefix_lookups import rejection_error
 from headway.runtime.engine.protocol import AbortRequest, MeetPeers, OutputDelta, SendKv, SubmitRequest
+from headway.runtime.engine.requests import rejection_error
 
 if TYPE_CHECKING:
     from headway.runtime.cluster.http_backend import HttpBackend, HttpInstance

@@ -13,8 +13,13 @@ from typing_extensions import override
 from headway.core.errors import ConfigError, RequestError, UnavailableError
 from headway.core.files import ScratchFolder
 from headway.runtime.engine.config import EngineConfig
-from headway.runtime.engine.prefix_lookups import rejection_error
-from headway.runtime.engine.process import ENDED_IN_ORDER, EngineChild
+from headway.runtime.engine.process import (
+    ENDED_IN_ORDER,
+    EngineProcess,
+    EngineSupervisor,
+    Message,
+    start_engine,
+)
 from headway.runtime.engine.protocol import (
     AbortRequest,
     EndProcess,
@@ -29,8 +34,8 @@ from headway.runtime.engine.protocol import (
     SampledEngine,
     SubmitRequest,
 )
-from headway.runtime.engine.supervisor import EngineSupervisor, Message
-from headway.runtime.launcher.network import ENGINE
+from headway.runtime.engine.requests import rejection_error
+from headway.runtime.launcher.processes import ENGINE
 from headway.runtime.launcher.standby import TEMPLATE, EngineTemplate
 
 log = logging.getLogger("headway.server")
@@ -70,8 +75,8 @@ class ProcessEngineClient(EngineClient, SampledEngine):
         config = msgspec.structs.replace(config, measured=f"{self._folder.path}/measured")
         self._template = template = EngineTemplate(config, template_module) if config.standby else None
 
-        def launch(config: EngineConfig, incarnation: int) -> EngineChild:
-            return EngineChild(config, module, self._folder.path, incarnation, template=template)
+        def launch(config: EngineConfig, incarnation: int) -> EngineProcess:
+            return start_engine(config, module, self._folder.path, incarnation, template)
 
         self._engine = EngineSupervisor(config, launch, ("the engine process", "the engine"))
         self._state: EngineState = "starting"
@@ -106,7 +111,7 @@ class ProcessEngineClient(EngineClient, SampledEngine):
     @property
     def pid(self) -> int:
         """The engine's process id, for tests and operators; 0 until it is forked."""
-        return self._engine.process.process.pid or 0
+        return self._engine.process.pid or 0
 
     @override
     def on_samples(self, receive: Callable[[int, EngineSamples], None]) -> None:

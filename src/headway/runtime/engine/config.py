@@ -40,6 +40,10 @@ class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_connector: str = "auto"
     """How KV moves to other instances (`runtime.kv_transfer.connector`)."""
 
+    def rank_address(self, rank: int) -> str:
+        """Return the address on which a rank listens: the same port, or a socket of its own."""
+        return f"{self.listen}.{rank}" if self.listen.startswith("unix:") else self.listen
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one engine."""

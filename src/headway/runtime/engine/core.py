@@ -27,8 +27,6 @@ from headway.policy.iteration.contract import InstanceScheduler
 from headway.policy.iteration.decision import IterationPolicy, refuse_late
 from headway.policy.iteration.groups import group_policies
 from headway.runtime.engine.config import PoisonRequestTracker, RestartLimit
-from headway.runtime.engine.output_tracker import ScheduledOutput
-from headway.runtime.engine.prefix_lookups import PrefixLookups, check_tokens, rejection_delta
 from headway.runtime.engine.protocol import (
     ChunkSample,
     EngineInfo,
@@ -40,6 +38,7 @@ from headway.runtime.engine.protocol import (
     SubmitRequest,
     WaitingSample,
 )
+from headway.runtime.engine.requests import PrefixLookups, ScheduledOutput, check_tokens, rejection_delta
 from headway.sim.replay import limit_of_chunk
 
 # Samples of an engine's iterations for the live page: bounded in number whatever the rate of iterations.

@@ -1,18 +1,20 @@
-"""How a process notices that another one hangs or is gone: heartbeats, and the deadline of an iteration. No torch.
-
-No torch.
-"""
+"""How a process notices that another one hangs or is gone: heartbeats, and the deadline of an iteration. No torch."""
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import zmq
+
+if TYPE_CHECKING:
+    from headway.runtime.engine.config import EngineConfig
 
 _FRAME = struct.Struct("<dd")
 
@@ -45,6 +47,11 @@ class IterationDeadline:
     floor_s: float
     factor: float
 
+    @classmethod
+    def of(cls, config: EngineConfig) -> Self:
+        """Return an engine's deadline."""
+        return cls(config.worker_timeout_s, config.hang_factor)
+
     def allowed_s(self, progress: IterationProgress) -> float:
         """Return the seconds that the iteration may take."""
         return max(self.floor_s, self.factor * progress.predicted_s)
@@ -54,10 +61,56 @@ class IterationDeadline:
         return progress.ran_s > self.allowed_s(progress)
 
 
+_STARVED = 10.0
+"""How many times its limit a process may take that waits for a core."""
+_ASKED_S = 2.0
+"""After how long without a question a process is not suspected any more."""
+
+
+class StarvationCheck:
+    """Tells a process of this host that waits for a core from one that hangs or is stopped, by Linux's /proc.
+
+    Beside a hundred busy processes, one of lower priority may not run for seconds, and hang as little as any other.
+    """
+
+    def __init__(self) -> None:
+        # By process: since when it is suspected, the CPU seconds that it had used by then, and the last question.
+        self._suspected: dict[int, tuple[float, float, float]] = {}
+
+    def excuses(self, pid: int | None, limit_s: float, now: float) -> bool:
+        """Whether a process that has missed a limit has more time: it could run, and has not computed for `limit_s`
+        since. Asked at least once a second while it misses the limit. pid: None, the process is on another host.
+        """
+        used_s = None if pid is None else runnable_cpu_s(pid)
+        if pid is None or used_s is None:
+            return False
+        since_s, before_s, asked_s = self._suspected.get(pid, (now, used_s, now))
+        if now - asked_s > _ASKED_S:
+            since_s, before_s = now, used_s
+        self._suspected[pid] = (since_s, before_s, now)
+        return used_s - before_s < limit_s and now - since_s < _STARVED * limit_s
+
+
+def runnable_cpu_s(pid: int) -> float | None:
+    """Return the CPU seconds that a process has used, if one of its threads runs, waits for a core or for a disk.
+
+    None where all of them sleep or are stopped, and where that is not known.
+    """
+    ticks, runnable = 0, False
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            # proc(5): the state, and eleven fields behind it the times in user and in kernel mode.
+            state, *fields = (task / "stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[10]) + int(fields[11])
+            runnable |= state in "RD"
+    except (OSError, ValueError):  # another system, or it ends
+        return None
+    return ticks / os.sysconf("SC_CLK_TCK") if runnable else None
+
+
 # Heartbeats: a process sends them while it runs, and a monitor notices when they stop.
 #
 # A beat tells that the process is scheduled and can be reached, not that it gets on: a long computation is no silence.
-# No torch.
 
 PER_TIMEOUT = 5
 """Beats within the time after which a silent process counts as lost."""
@@ -95,11 +148,19 @@ class HeartbeatSender:
 class HeartbeatMonitor:
     """When each of some processes was last heard of. Times in seconds, of the listener's clock.
 
-    Time in which the listener itself did not look does not count: what was said meanwhile waits in its socket.
+    Time in which the listener itself did not look does not count: what was said meanwhile waits in its socket. pid_of:
+    the process id of a member of this host, so that one which waits for a core is not taken for silent.
     """
 
-    def __init__(self, members: Iterable[int], timeout_s: float, now: float) -> None:
+    def __init__(
+        self,
+        members: Iterable[int],
+        timeout_s: float,
+        now: float,
+        pid_of: Callable[[int], int | None] = lambda member: None,
+    ) -> None:
         self.timeout_s = timeout_s
+        self._pid_of, self._starved = pid_of, StarvationCheck()
         self._last_beat_s = dict.fromkeys(members, now)
         self._looked_s = now
 
@@ -118,4 +179,7 @@ class HeartbeatMonitor:
             for member, beat_s in self._last_beat_s.items():
                 self._last_beat_s[member] = min(now, beat_s + away_s)
         self._looked_s = now
-        return next((member for member, beat_s in self._last_beat_s.items() if now - beat_s > self.timeout_s), None)
+        for member, beat_s in self._last_beat_s.items():
+            if now - beat_s > self.timeout_s and not self._starved.excuses(self._pid_of(member), self.timeout_s, now):
+                return member
+        return None

@@ -384,7 +384,7 @@ def named(end: int) -> str:
 
 
 def heads_of(kv_heads: int, ranks: int, rank: int) -> range:
-    """The KV heads that a tensor-parallel rank has (`runtime.model.shard`)."""
+    """The KV heads that a tensor-parallel rank has (`runtime.model.config`)."""
     return range(rank * kv_heads // ranks, ((rank + 1) * kv_heads - 1) // ranks + 1)
 
 

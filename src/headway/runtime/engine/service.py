@@ -21,7 +21,6 @@ from headway.core.errors import UnavailableError
 from headway.runtime.cluster.agent import InstanceAgent
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.liveness import HeartbeatSender, IterationProgress
-from headway.runtime.engine.prefix_lookups import take_changes
 from headway.runtime.engine.protocol import (
     AbortRequest,
     EndProcess,
@@ -34,6 +33,7 @@ from headway.runtime.engine.protocol import (
     ToInstance,
     split_endpoints,
 )
+from headway.runtime.engine.requests import take_changes
 from headway.runtime.launcher.network import guard_client
 
 _STATS_EVERY_S = 0.1

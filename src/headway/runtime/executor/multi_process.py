@@ -1,20 +1,15 @@
 """The engine's executor over many ranks: it sends batches as plans, collects the ranks' reports, and starts and
 restarts the ranks. No torch.
 
-No torch.
-
 Several batches are in flight, one for each pipeline stage. The engine's process is not a rank: it schedules while the
 ranks compute. It keeps the data from which new ranks go on where others were lost: prompts and generated tokens.
 """
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 import msgspec
@@ -27,7 +22,7 @@ from headway.core.errors import ConfigError, InvariantError, LostError
 from headway.core.files import ScratchFolder
 from headway.core.request import SamplingParams
 from headway.perf.hardware import ParallelLayout
-from headway.runtime.engine.liveness import HeartbeatMonitor
+from headway.runtime.engine.liveness import HeartbeatMonitor, IterationDeadline, IterationProgress, StarvationCheck
 from headway.runtime.engine.protocol import EndProcess, FatalError, SubmitRequest
 from headway.runtime.executor.plans import (
     CONTROL_IDENTITY,
@@ -40,6 +35,8 @@ from headway.runtime.executor.plans import (
     InstanceFromRank,
     InstanceToRank,
     LoadedRank,
+    Measured,
+    MeasureRank,
     PlanDone,
     PlanWriter,
     QueryTargets,
@@ -47,13 +44,12 @@ from headway.runtime.executor.plans import (
     RankHello,
     RankLostError,
     RankPosition,
-    RankQuery,
     RankWelcome,
     ToRank,
     places,
 )
-from headway.runtime.launcher.rank_launcher import RANK, end_words, launch
-from headway.runtime.launcher.ray_hosts import RayHosts, RemoteProcess
+from headway.runtime.launcher.processes import RANK, ProcessHandle, RankProcess
+from headway.runtime.launcher.ray_hosts import RayHosts
 
 
 class TrackedRequest:
@@ -78,12 +74,14 @@ class TrackedRequest:
 class PlanInFlight:
     """A plan that not all ranks of its group have carried out."""
 
-    __slots__ = ("batch_id", "foreign_tokens", "names", "part", "pending_ranks", "plan", "result", "stage_spans")
+    __slots__ = (
+        "batch_id", "foreign_tokens", "names", "part", "pending_ranks", "plan", "predicted_s", "result", "stage_spans"
+    )  # fmt: skip
 
     def __init__(
-        self, batch_id: int, part: GroupBatch, plan: BatchPlan, foreign: ForeignTokens, ranks: set[int], stages: int
+        self, batch: Batch, part: GroupBatch, plan: BatchPlan, foreign: ForeignTokens, ranks: set[int], stages: int
     ) -> None:
-        self.batch_id = batch_id
+        self.batch_id, self.predicted_s = batch.id, batch.predicted_s
         self.part = part
         self.plan = plan
         self.foreign_tokens = foreign
@@ -110,20 +108,16 @@ class GroupStream:
         self.ranks = ranks
         self.writer = PlanWriter(numbers)
         self.in_flight: deque[PlanInFlight] = deque()
-        self.last_contact_s = 0.0
-        """When a rank was last probed or sent a plan, or last sent a message."""
-        self.last_progress_s = 0.0
+        self.contact_s = 0.0
         """When a rank last got a plan or sent anything."""
 
-    def touch(self, now: float) -> None:
-        """Record that a plan was sent, or that a rank sent a message."""
-        self.last_contact_s = self.last_progress_s = now
-
     def record_done(self, place: RankPosition, done: PlanDone, ahead_s: float) -> None:
-        """Take in a rank's report. ahead_s is added to its times. Raises InvariantError for a plan not in flight."""
-        flight = next((flight for flight in self.in_flight if flight.plan.seq == done.seq), None)
-        if flight is None or place.rank not in flight.pending_ranks:
-            raise InvariantError(f"worker {place.rank} has carried out plan {done.seq}, which is not in flight")
+        """Take in a rank's report. ahead_s is added to its times. Raises RankLostError where it is not of the plan that
+        the rank is to carry out next: messages of a rank keep their order, so one has been lost."""
+        flight = next((flight for flight in self.in_flight if place.rank in flight.pending_ranks), None)
+        if flight is None or flight.plan.seq != done.seq:
+            due = "none" if flight is None else flight.plan.seq
+            raise RankLostError(place.rank, f"has carried out plan {done.seq}, and its report of {due} was due")
         flight.pending_ranks.remove(place.rank)
         before = flight.stage_spans[place.stage]
         span = (done.start_s + ahead_s, done.end_s + ahead_s)
@@ -171,51 +165,6 @@ def make_groups(layout: ParallelLayout, numbers: Mapping[str, int]) -> list[Grou
     ]
 
 
-# Restart of ranks on a separate thread, while the engine keeps serving its clients' messages. No torch.
-
-_PATIENCE_S = 5.0
-
-
-class RankRestart:
-    """Runs `make` on a thread from construction on: it starts ranks and waits until they are ready."""
-
-    def __init__(self, make: Callable[[], ProcessTransport]) -> None:
-        self.ready = os.eventfd(0, os.EFD_CLOEXEC)
-        """File descriptor that becomes readable when `make` has returned or failed."""
-        self._make = make
-        self._made: ProcessTransport | None = None
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="restart", daemon=True)
-        self._thread.start()
-
-    def wire(self, timeout_s: float | None) -> ProcessTransport | None:
-        """Return the transport to the new ranks; None while they start. Raises LostError when they could not start.
-
-        Must not be called again after it has returned a transport or raised: it then has closed `ready`.
-        """
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            return None
-        os.close(self.ready)
-        if self._error is not None:
-            raise LostError(f"the workers could not start again: {self._error}") from self._error
-        return self._made
-
-    def abandon(self) -> None:
-        """Kill the new ranks, if they are ready within `_PATIENCE_S`. Otherwise they end with this process."""
-        self._thread.join(_PATIENCE_S)
-        if self._made is not None:
-            self._made.kill()
-
-    def _run(self) -> None:
-        try:
-            self._made = self._make()
-        except Exception as error:  # raised again by `wire`
-            self._error = error
-        # Last: whatever `wire` reads is set before the descriptor becomes readable.
-        os.eventfd_write(self.ready, 1)
-
-
 _NO_BATCH = -1
 """The batch id of a plan that only carries KV operations: it has no result."""
 
@@ -223,26 +172,27 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 
+_SPAN_S = 900.0
+"""How long plans of an instance may wait for a layer of a span, whose time nothing predicts."""
+
+
 class MultiProcessExecutor(Executor):
     """`Executor` over ranks that are ready, reached by a transport.
 
-    restart: starts new ranks when these are lost, and returns their transport when they are ready. None: a loss is
-    final.
+    restart: starts new ranks when these are lost, and returns their transport at once. None: a loss is final. deadline:
+    for how long ranks that have plans may send nothing.
     """
 
     def __init__(
         self,
         transport: ProcessTransport,
         layout: ParallelLayout,
-        kv_blocks: int,
         restart: Callable[[], ProcessTransport] | None = None,
+        deadline: IterationDeadline = IterationDeadline(10.0, 20.0),  # noqa: B008
     ) -> None:
         self.layout = layout
         self.plans = self.plan_bytes = 0
-        self.probe_s = 1.0
-        """After so long a silence, ranks with plans in flight are probed."""
-        self.stall_s = 900.0
-        """Ranks with plans in flight that send nothing for so long are lost, although their heartbeats arrive."""
+        self._deadline = deadline
         self._transport = transport
         self._places = places(layout)
         self._numbers: dict[str, int] = {}
@@ -250,7 +200,8 @@ class MultiProcessExecutor(Executor):
         self._last_number = 0
         self._groups = make_groups(layout, self._numbers)
         self._start_ranks = restart
-        self._restart: RankRestart | None = None
+        self._starting = False
+        """Whether new ranks start, in place of some that were lost."""
         self._lost: LostError | None = None
         self._batches: deque[list[PlanInFlight]] = deque()
         self.peer_addresses: tuple[str, ...] = ()
@@ -265,7 +216,7 @@ class MultiProcessExecutor(Executor):
     @property
     @override
     def waits_on(self) -> tuple[Any, ...]:
-        return self._transport.waits_on if self._restart is None else (self._restart.ready,)
+        return self._transport.waits_on
 
     @property
     def accepts(self) -> bool:
@@ -275,7 +226,7 @@ class MultiProcessExecutor(Executor):
     @property
     @override
     def free(self) -> tuple[int, ...]:
-        if self._lost is not None or self._restart is not None:
+        if self._lost is not None or self._starting:
             return ()
         # Plans pass the stages in order: once the newest plan has left all embedding ranks, the first stage is free.
         entered = (group.in_flight[-1].pending_ranks if group.in_flight else () for group in self._groups)
@@ -306,7 +257,7 @@ class MultiProcessExecutor(Executor):
         self._numbers[request_id] = request.number
         self._requests[request_id] = request
         # While ranks restart, `_adopt_ranks` admits all live requests to the new ones.
-        if self._restart is None:
+        if not self._starting:
             for place in self._places:
                 self._admit_to_rank(place, request)
 
@@ -319,12 +270,12 @@ class MultiProcessExecutor(Executor):
             foreign = group.unknown_tokens(part, self._requests)
             plan = group.writer.write(part, _query_targets(batch, part.group), foreign)
             ranks = {place.rank for place in group.ranks}
-            flight = PlanInFlight(batch.id, part, plan, foreign, ranks, self.layout.stages)
+            flight = PlanInFlight(batch, part, plan, foreign, ranks, self.layout.stages)
             # In flight before it is sent: an answer must find its plan.
             group.in_flight.append(flight)
             in_flight.append(flight)
-            # A first batch after idleness follows no silence: every plan sent restarts the stall clock.
-            group.touch(time.monotonic())
+            # A first batch after idleness follows no silence: every plan sent restarts the clock.
+            group.contact_s = time.monotonic()
             frame = _encoder.encode(plan)
             self.plans += 1
             self.plan_bytes += len(frame)
@@ -334,7 +285,7 @@ class MultiProcessExecutor(Executor):
 
     def replay(self, ops: tuple[KvOp, ...]) -> None:
         """Submit KV operations without a batch, ahead of the next batch. For layouts of one KV group."""
-        if ops and self._restart is None:
+        if ops and not self._starting:
             self.submit(Batch(id=_NO_BATCH, parts=(GroupBatch(0, DecodeGroup(), (), ops),)))
 
     def number(self, request_id: str) -> int | None:
@@ -350,8 +301,8 @@ class MultiProcessExecutor(Executor):
     @override
     def result(self, timeout_s: float | None) -> StepResult | None:
         try:
-            if self._restart is not None:
-                self._adopt_ranks(self._restart, timeout_s)
+            if self._starting:
+                self._adopt_ranks(timeout_s)
                 return None
             return self._next(timeout_s)
         except LostError as error:
@@ -368,18 +319,20 @@ class MultiProcessExecutor(Executor):
         # No batch in flight survives, and the new ranks' streams start at plan 1 with empty tables.
         self._batches.clear()
         self._groups = make_groups(self.layout, self._numbers)
-        self._restart = RankRestart(self._start_ranks)
+        try:
+            self._transport, self._starting = self._start_ranks(), True
+        except OSError as error:  # raised by the next `result`
+            self._lost = LostError(f"the workers could not start again: {error}")
 
-    def _adopt_ranks(self, restart: RankRestart, timeout_s: float | None) -> None:
+    def _adopt_ranks(self, timeout_s: float | None) -> None:
         """When the new ranks are ready, admit all live requests to them, with the output so far."""
         try:
-            transport = restart.wire(timeout_s)
-        except LostError:
-            self._restart = None
-            raise
-        if transport is None:
-            return
-        self._transport, self._restart = transport, None
+            if self._transport.start(timeout_s) is None:
+                return
+        except ConfigError as error:
+            self._starting = False
+            raise LostError(f"the workers could not start again: {error}") from error
+        self._starting = False
         for request in self._requests.values():
             for place in self._places:
                 self._admit_to_rank(place, request)
@@ -395,19 +348,18 @@ class MultiProcessExecutor(Executor):
                 continue
             if self._lost is not None:
                 raise self._lost
-            # Wake at least every `probe_s`: a lost message shows only as silence.
-            left_s = self.probe_s if until_s is None else min(self.probe_s, max(0.0, until_s - time.monotonic()))
+            # A rank that hangs, or a lost message, shows only as silence.
+            left_s = _LOOK_S if until_s is None else min(_LOOK_S, max(0.0, until_s - time.monotonic()))
             if not self._receive(left_s) and until_s is not None and time.monotonic() >= until_s:
                 return None
 
     def _receive(self, timeout_s: float) -> bool:
-        """Take a rank's message; without one, probe the ranks that were silent. Returns whether one came."""
+        """Take a rank's message; without one, look for groups that are silent. Returns whether one came."""
         message = self._transport.receive(timeout_s)
         if message is None:
-            self._probe()
+            self._check_progress(time.monotonic())
             return False
-        group = self._groups[self._places[message[0]].group]
-        group.touch(time.monotonic())
+        self._groups[self._places[message[0]].group].contact_s = time.monotonic()
         self._on_message(*message)
         return True
 
@@ -431,24 +383,23 @@ class MultiProcessExecutor(Executor):
 
     @override
     def close(self) -> None:
-        if self._restart is not None:
-            self._restart.abandon()
         self._transport.close()
         if self.hosts is not None:
             self.hosts.close()
 
-    def _probe(self) -> None:
-        """Probe ranks with plans in flight after a silence: each must be alive and have received all its plans."""
-        now = time.monotonic()
+    def _check_progress(self, now: float) -> None:
+        """Raise RankLostError where a group has plans in flight and has sent nothing for too long: heartbeats come from
+        a separate thread, and go on while a rank hangs in a computation or waits for a message that was lost."""
         for group in self._groups:
-            if now - group.last_contact_s < self.probe_s:
+            if not group.in_flight:
                 continue
-            group.last_contact_s = now
-            for rank in sorted(set().union(*(flight.pending_ranks for flight in group.in_flight))):
-                # Heartbeats come from a separate thread and go on while a rank hangs in a computation.
-                if now - group.last_progress_s > self.stall_s:
-                    raise RankLostError(rank, f"has carried out nothing for {self.stall_s:g} s, though it runs")
-                self._send(rank, RankQuery("plans", group.writer.seq))
+            # Each batch passes through all stages, and takes about as long in each.
+            predicted_s = self.layout.stages * sum(flight.predicted_s for flight in group.in_flight)
+            limit_s = self._deadline.allowed_s(IterationProgress(predicted_s=predicted_s))
+            limit_s = limit_s if self.on_control is None else max(limit_s, _SPAN_S)
+            waiting = sorted(group.in_flight[0].pending_ranks)
+            if now - group.contact_s > limit_s and not any(self._transport.starved(r, limit_s, now) for r in waiting):
+                raise RankLostError(waiting[0], f"has carried out nothing for {limit_s:g} s, though it runs")
 
     # -- measuring ----------------------------------------------------------------------------------------------
 
@@ -460,12 +411,12 @@ class MultiProcessExecutor(Executor):
         """
         asked = 0
         for place in self._places:
-            message = RankQuery(kind, first, second, repeats)
+            message = MeasureRank(kind, first, second, repeats)
             if kind == "exchange":
                 other = self.layout.kvp - 1 - place.group
                 if other == place.group:
                     continue
-                message = RankQuery("ask" if place.group < other else "visit", first, other, repeats)
+                message = MeasureRank("ask" if place.group < other else "visit", first, other, repeats)
             self._send(place.rank, message)
             asked += 1
         slowest = 0.0
@@ -474,9 +425,9 @@ class MultiProcessExecutor(Executor):
             assert received is not None
             rank, frames = received
             reply = _decoder.decode(frames[0])
-            if not isinstance(reply, PlanDone) or reply.measured_s is None:
+            if not isinstance(reply, Measured):
                 raise RankLostError(rank, f"answered a measurement with {reply!r}")
-            slowest = max(slowest, reply.measured_s)
+            slowest = max(slowest, reply.seconds)
         return slowest
 
     # -- messages from ranks -----------------------------------------------------------------------------------------
@@ -485,13 +436,8 @@ class MultiProcessExecutor(Executor):
         message = _decoder.decode(frames[0])
         place = self._places[rank]
         group = self._groups[place.group]
-        if isinstance(message, PlanDone) and message.measured_s is None:
+        if isinstance(message, PlanDone):
             group.record_done(place, message, 0.0 if self.hosts is None else self.hosts.ahead_s(rank))
-        elif isinstance(message, PlanDone):
-            # Messages of a rank keep their order, so the report of a plan computed before must have arrived before this
-            # answer.
-            if any(rank in flight.pending_ranks and flight.plan.seq <= message.seq for flight in group.in_flight):
-                raise RankLostError(rank, f"has carried out plan {message.seq}, and its report of it was lost")
         elif isinstance(message, FatalError):
             raise RankLostError(rank, f"failed: {message.error}")
         elif isinstance(message, InstanceFromRank) and self.on_control is not None:
@@ -567,7 +513,7 @@ _LOOK_S = 0.5
 
 
 class ProcessTransport:
-    """The engine's end to the ranks of `config.layout`, started at construction and ready after `start`.
+    """The engine's end to the ranks of a layout, started at construction and ready after `start`.
 
     Messages to one rank arrive in order, and so do those from one rank.
 
@@ -592,43 +538,42 @@ class ProcessTransport:
         else:
             endpoint = hosts.open(self._socket)
         settings = msgspec.json.encode(config)
-        self.processes: list[ForkServerProcess | RemoteProcess] = []
+        self.processes: list[ProcessHandle] = []
+        self._hellos: dict[int, RankHello] = {}
         self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        for rank in range(config.layout.accelerators):
+        for rank in range(config.engine.layout.accelerators):
             remote = None if hosts is None else hosts.launch(rank, endpoint, settings, RANK)
-            process = launch(rank, endpoint, settings) if remote is None else remote
-            self.processes.append(process)
-            self._poller.register(process.sentinel, zmq.POLLIN)
+            self.processes.append(RankProcess(rank, endpoint, settings) if remote is None else remote)
+        for readable in self.waits_on:
+            self._poller.register(readable, zmq.POLLIN)
         self._timeout_s = config.timeout_s
-        self._pulse = HeartbeatMonitor(range(len(self.processes)), config.start_timeout_s, time.monotonic())
+        self._starved = StarvationCheck()
+        self._pulse = HeartbeatMonitor(
+            range(len(self.processes)), config.start_timeout_s, time.monotonic(), self._local_pid
+        )
 
     @property
     def waits_on(self) -> tuple[Any, ...]:
         """Sockets and file descriptors for a `zmq.Poller`: readable when `receive` has something, or a rank is gone."""
         return (self._socket, *(process.sentinel for process in self.processes))
 
-    def start(self) -> list[LoadedRank]:
-        """Wait until all ranks have connected and loaded. Returns their reports, by rank.
+    def start(self, timeout_s: float | None = None) -> list[LoadedRank] | None:
+        """Wait until all ranks have connected and loaded. Returns their reports, by rank; None: not in `timeout_s`, and
+        it is to be called again.
 
         Raises ConfigError, with the rank's own message, when one cannot start.
         """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        loaded: list[LoadedRank] = []
         try:
-            hellos = self._gather()
-            for rank, hello in enumerate(hellos):
-                if (hello.protocol, hello.version) != (PROTOCOL_VERSION, __version__):
-                    raise ConfigError(
-                        f"worker {rank} is of version {hello.version} (protocol {hello.protocol}), the engine of "
-                        f"{__version__} (protocol {PROTOCOL_VERSION})"
-                    )
-            for rank in range(len(hellos)):
-                self.send(rank, (_encoder.encode(RankWelcome(hellos[0].store_port)),))
-            ready = [hello.loaded for hello in self._gather() if hello.loaded is not None]
-            if len({one.mark for one in ready}) > 1:
-                raise ConfigError("the workers have loaded different checkpoints: " + ", ".join(r.mark for r in ready))
-            # Until here the longer start time-out applied.
-            self._pulse.timeout_s = self._timeout_s
-            return ready
+            while len(loaded) < len(self.processes):
+                message = self.receive(None if until is None else max(0.0, until - time.monotonic()))
+                if message is None:
+                    return None
+                self._greet(*message)
+                loaded = [hello.loaded for _, hello in sorted(self._hellos.items()) if hello.loaded is not None]
+            if len({one.mark for one in loaded}) > 1:
+                raise ConfigError("the workers have loaded different checkpoints: " + ", ".join(r.mark for r in loaded))
         except RankLostError as error:
             self.close()
             raise ConfigError(
@@ -637,6 +582,29 @@ class ProcessTransport:
         except BaseException:
             self.close()
             raise
+        # Until here the longer start time-out applied.
+        self._pulse.timeout_s = self._timeout_s
+        return loaded
+
+    def _greet(self, rank: int, frames: list[bytes]) -> None:
+        """Take a message of a rank that starts. Once all have connected, welcome them. Raises ConfigError."""
+        try:
+            hello = _decoder.decode(frames[0])
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"worker {rank} is of another version than this engine's: {error}") from None
+        if isinstance(hello, FatalError):
+            raise ConfigError(hello.error if hello.final else f"worker {rank} failed while starting: {hello.error}")
+        if not isinstance(hello, RankHello):
+            raise ConfigError(f"worker {rank} sent {hello!r} while starting")
+        if (hello.protocol, hello.version) != (PROTOCOL_VERSION, __version__):
+            raise ConfigError(
+                f"worker {rank} is of version {hello.version} (protocol {hello.protocol}), the engine of "
+                f"{__version__} (protocol {PROTOCOL_VERSION})"
+            )
+        self._hellos[rank] = hello
+        if hello.loaded is None and len(self._hellos) == len(self.processes):
+            for each in self._hellos:
+                self.send(each, (_encoder.encode(RankWelcome(self._hellos[0].store_port)),))
 
     def send(self, rank: int, frames: Sequence[Frame]) -> None:
         """Send one message. Never blocks. Raises RankLostError."""
@@ -644,7 +612,7 @@ class ProcessTransport:
             self._socket.send_multipart([b"%d" % rank, *frames], copy=False)
         except zmq.ZMQError as error:
             self.processes[rank].join(1.0)  # its connection ends a moment before it does
-            self._check_alive()
+            self._check_ended()
             raise RankLostError(rank, f"cannot be reached ({error})") from error
 
     def receive(self, timeout_s: float | None) -> tuple[int, list[bytes]] | None:
@@ -666,9 +634,13 @@ class ProcessTransport:
             ready = dict(self._poller.poll(round(left_s * 1000.0)))
             # Only with an empty socket: what a rank sent before it ended is delivered first.
             if self._socket not in ready:
-                self._check_alive()
+                self._check_ended()
                 if until is not None and time.monotonic() >= until:
                     return None
+
+    def starved(self, rank: int, limit_s: float, now: float) -> bool:
+        """Whether a rank that has missed a time limit waits for a core (`StarvationCheck`)."""
+        return self._starved.excuses(self._local_pid(rank), limit_s, now)
 
     def kill(self) -> None:
         """Kill all ranks at once, and wait until they are gone."""
@@ -677,9 +649,12 @@ class ProcessTransport:
         self.close()
 
     def close(self) -> None:
-        """Send all ranks `EndProcess`, kill those that do not end, and wait until they are gone."""
+        """Send all ranks `EndProcess`, kill those that do not end, and wait until they are gone. May be called
+        repeatedly."""
+        if self._socket.closed:
+            return
         for rank, process in enumerate(self.processes):
-            if process.is_alive():
+            if process.ended is None:
                 try:
                     self._socket.send_multipart([b"%d" % rank, _encoder.encode(EndProcess())])
                 except zmq.ZMQError:
@@ -687,45 +662,22 @@ class ProcessTransport:
         until = time.monotonic() + _GRACE_S
         for process in self.processes:
             process.join(max(0.0, until - time.monotonic()))
-            if process.is_alive():
+            if process.ended is None:
                 process.kill()
                 process.join()
         self._socket.close()
         self._context.destroy(linger=0)
         self._folder.close()
 
-    def _check_alive(self) -> None:
+    def _local_pid(self, rank: int) -> int | None:
+        return self.processes[rank].local_pid
+
+    def _check_ended(self) -> None:
         for rank, process in enumerate(self.processes):
-            why = _ended(process)
-            if why is not None:
-                raise RankLostError(rank, why)
+            if process.ended is not None:
+                raise RankLostError(rank, process.ended)
 
     def _check_silence(self) -> None:
         silent = self._pulse.silent(time.monotonic())
         if silent is not None:
             raise RankLostError(silent, f"sent no heartbeat for {self._pulse.timeout_s:g} s: it hangs or is cut off")
-
-    def _gather(self) -> list[RankHello]:
-        """Receive a hello from every rank; return them by rank."""
-        replies: dict[int, RankHello] = {}
-        while len(replies) < len(self.processes):
-            message = self.receive(None)
-            assert message is not None
-            rank, frames = message
-            try:
-                reply = _decoder.decode(frames[0])
-            except msgspec.ValidationError as error:
-                raise ConfigError(f"worker {rank} is of another version than this engine's: {error}") from None
-            if isinstance(reply, FatalError):
-                raise ConfigError(reply.error if reply.final else f"worker {rank} failed while starting: {reply.error}")
-            if not isinstance(reply, RankHello):
-                raise ConfigError(f"worker {rank} sent {reply!r} while starting")
-            replies[rank] = reply
-        return [replies[rank] for rank in sorted(replies)]
-
-
-def _ended(process: ForkServerProcess | RemoteProcess) -> str | None:
-    """Return why a process has ended, as a phrase that follows 'worker 3'; None while it runs."""
-    if isinstance(process, RemoteProcess):
-        return process.ended
-    return None if process.exitcode is None else f"has ended with {end_words(process.exitcode)}"

@@ -1,9 +1,8 @@
 """What the engine and its ranks say to each other: plans of batches as deltas, messages, a rank's settings and its
 place in the layout. No torch.
 
-No torch.
-
-Connections keep messages whole and in order; plans are numbered, so that one lost with a broken connection is noticed.
+Connections keep messages whole and in order; plans are numbered, so that one lost with a broken connection
+is noticed.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from headway.core.batch import Chunk, DecodeGroup, GroupBatch, KvOp, KvVerb, Rem
 from headway.core.errors import InvariantError, LostError
 from headway.core.request import TokenLogprobs
 from headway.perf.hardware import ParallelLayout
+from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.protocol import (
     AbortRequest,
     ComputeSpan,
@@ -36,7 +36,7 @@ from headway.runtime.engine.protocol import (
     SpanTaskPaused,
     SubmitRequest,
 )
-from headway.runtime.model.shard import ModelShard
+from headway.runtime.model.config import ModelShard
 
 # Messages between the engine and its ranks: msgspec arrays, never pickle. No torch.
 #
@@ -49,7 +49,7 @@ from headway.runtime.model.shard import ModelShard
 # each rank, for one request at a time. None grows with a context, except prompts, which come once, and slots by the
 # number of their ranges.
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Raised with every change of these messages; a rank of another number is refused."""
 
 HEARTBEAT_IDENTITY = b"beat-"
@@ -117,10 +117,9 @@ class BatchPlan(msgspec.Struct, frozen=True, array_like=True, tag="p"):
 
 
 class PlanDone(msgspec.Struct, frozen=True, array_like=True, tag="d"):
-    """A rank has carried out plan `seq`, or answers `RankQuery`."""
+    """A rank has carried out plan `seq`."""
 
     seq: int
-    """Of an answer: the last plan carried out."""
     start_s: float = 0.0
     """When computing began and ended, by CLOCK_MONOTONIC of the rank's host."""
     end_s: float = 0.0
@@ -128,18 +127,20 @@ class PlanDone(msgspec.Struct, frozen=True, array_like=True, tag="d"):
     """The sampled tokens, decodes first, then finished prompts; only from the rank that samples."""
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     """One for each token; empty when no request asked for any."""
-    measured_s: float | None = None
-    """In answer to `RankQuery`: what was measured, else 0."""
 
 
-class RankQuery(msgspec.Struct, frozen=True, array_like=True, tag="query"):
-    """Measure an operation while there are no requests, or, after a silence, tell whether all plans have come."""
+class Measured(msgspec.Struct, frozen=True, array_like=True, tag="m"):
+    """A rank's answer to `MeasureRank`: the least seconds of the repeats."""
+
+    seconds: float
+
+
+class MeasureRank(msgspec.Struct, frozen=True, array_like=True, tag="measure"):
+    """Measure an operation, while there are no requests."""
 
     kind: str
-    """"plans" (the newest plan's number): answered behind what the rank computes; a rank that has not received it fails
-    instead. Else what to measure, answered with the least seconds of the repeats: "chunk" (tokens, past), "decodes"
-    (count, past), "forward" (rows), "product" (rows), "read" (MiB), or, by two ranks at the same time, "ask" (rows,
-    remote group) and "visit" (rows, owner's group)."""
+    """What to measure: "chunk" (tokens, past), "decodes" (count, past), "forward" (rows), "product" (rows), "read"
+    (MiB), or, by two ranks at the same time, "ask" (rows, remote group) and "visit" (rows, owner's group)."""
     first: int
     """The first of the numbers in brackets."""
     second: int = 0
@@ -150,8 +151,8 @@ SpanToRank = SubmitRequest | ComputeSpan | PauseRequest | ResumeSpan | AbortRequ
 SpanFromRank = SpanTaskPaused | SpanTaskDone | SpanTaskLost
 InstanceToRank = MeetPeers | ReserveKv | SendKv | SpanToRank
 InstanceFromRank = ReserveKv | KvArrived | SpanFromRank
-ToRank = RankWelcome | BatchPlan | RankQuery | EndProcess | InstanceToRank
-FromRank = RankHello | FatalError | PlanDone | InstanceFromRank
+ToRank = RankWelcome | BatchPlan | MeasureRank | EndProcess | InstanceToRank
+FromRank = RankHello | FatalError | PlanDone | Measured | InstanceFromRank
 
 
 QueryTargets = tuple[tuple[int, tuple[str, ...]], ...]
@@ -333,41 +334,16 @@ def _verb(request: int, blocks: int, start: int, runs: tuple[tuple[int, int], ..
 # Settings with which a rank's process is started. No torch.
 
 
-class RankPeer(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings by which a rank connects to other instances of the cluster."""
-
-    number: int
-    """The instance's number."""
-    incarnation: int
-    """How many processes had the number before."""
-    listen: str
-    """Where ranks accept connections: a socket path, to which each rank appends its number (`unix:`), or a port."""
-    secret: str
-    connector: str
-    """See `runtime.engine.config.InstanceConfig.kv_connector`."""
-
-    def address(self, rank: int) -> str:
-        """Return the address on which a rank listens."""
-        return f"{self.listen}.{rank}" if self.listen.startswith("unix:") else self.listen
-
-
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings that are the same for all ranks of a host."""
+    """Settings that are the same for all ranks of a host: the engine's, and what is decided before ranks start."""
 
-    model: str
-    dtype: str
-    max_model_len: int | None
-    attention_backend: str
-    threads: int
+    engine: EngineConfig
+    """Its threads and its attention backend are those of one rank."""
     kv_blocks: int
-    block_tokens: int
-    eos: tuple[int, ...]
-    tp: int
-    stages: int
-    kvp: int
+    """Of each KV group."""
+    eos: tuple[int, ...] = ()
     cuda: int | None = None
     """The CUDA device of the host's first rank; the others have those that follow. None: the CPU."""
-    nodes: int = 1
     host: str = "127.0.0.1"
     """Address of node 0, which has the rendezvous store."""
     token: str | None = None
@@ -378,21 +354,21 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A rank without heartbeats for so long is lost."""
     start_timeout_s: float = 120.0
     """Likewise while the rank loads the model."""
-    log_level: str = "info"
-    log_format: str = "text"
-    instance: int | None = None
-    """The instance's number in log lines, if any."""
-    peer: RankPeer | None = None
-    """None where KV does not move."""
 
     def device(self, rank: int) -> str:
         """Return a rank's device, as torch names it. Hosts have equally many ranks, in order."""
-        each = self.layout.accelerators // self.nodes
+        each = self.engine.layout.accelerators // self.engine.nnodes
         return "cpu" if self.cuda is None else f"cuda:{self.cuda + rank % each}"
 
     @property
-    def layout(self) -> ParallelLayout:
-        return ParallelLayout(tp=self.tp, stages=self.stages, kvp=self.kvp)
+    def peer(self) -> InstanceConfig | None:
+        """How the ranks exchange KV with other instances, if on CPUs; None unless they are cut by heads only.
+
+        Such an instance is lost as a whole when one rank is (`runtime.cluster.instances`), because KV of other
+        instances' requests was on it.
+        """
+        layout = self.engine.layout
+        return self.engine.instance if layout.accelerators == layout.tp else None
 
 
 # Ranks of an instance: T tensor-parallel ranks make a stage, S stages a group, K groups (KV parallelism) the instance.

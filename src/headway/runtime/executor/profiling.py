@@ -1,26 +1,30 @@
-"""Latency profile of a model on this host and layout, and the checks that a layout fits the host.
+"""Latency profile of a model on this host and layout, the checks that a layout fits the host, and its CUDA devices.
 
 Three families are measured separately: attention of a chunk over a history (all layers, through the backend), attention
 of a group of decodes, and the rest of a forward pass by its rows. Every point is the fastest of a few visits, in rounds
 over all points. The whole grid costs up to `budget_s`; points that would not fit are left out, and the table's last
 slope goes on from there.
+
+usage: python -m headway.runtime.executor.profiling prints the CUDA devices as JSON, for a process without torch.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
 from headway.core.errors import ConfigError
-from headway.perf.device import gib
+from headway.perf.device import CudaReport, gib
 from headway.perf.hardware import ParallelLayout
 from headway.perf.latency.table import TableSource, fit_decodes, fit_line
 from headway.runtime.executor.plans import places
-from headway.runtime.model.config import DecoderConfig
-from headway.runtime.model.shard import WHOLE, ModelShard, divides
+from headway.runtime.model.config import WHOLE, DecoderConfig, ModelShard, divides
 
 
 class ProfileGrid(NamedTuple):
@@ -321,3 +325,36 @@ def _nearest(config: DecoderConfig, asked: ParallelLayout, do: str, fits: Callab
 def _distance(asked: ParallelLayout, other: ParallelLayout) -> tuple[int, int, int]:
     steps = abs(asked.tp - other.tp) + abs(asked.stages - other.stages) + abs(asked.kvp - other.kvp)
     return (steps, abs(asked.accelerators - other.accelerators), -other.tp)
+
+
+# The CUDA devices that torch finds, in this process or, to keep torch out of it, in a separate one.
+
+
+def look() -> CudaReport:
+    """Return the CUDA devices, by importing torch and opening each device in this process."""
+    import torch
+
+    version = str(torch.__version__)
+    if not torch.cuda.is_available():
+        return CudaReport(version, torch.version.cuda is not None)
+    devices = range(torch.cuda.device_count())
+    names = tuple(torch.cuda.get_device_name(device) for device in devices)
+    return CudaReport(version, True, names, tuple(torch.cuda.mem_get_info(device)[0] for device in devices))
+
+
+def look_apart() -> CudaReport:
+    """Return the CUDA devices as found by another process, which has ended when this returns. Raises ConfigError."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "headway.runtime.executor.profiling"],
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+    )
+    try:
+        return msgspec.json.decode(done.stdout, type=CudaReport)
+    except msgspec.MsgspecError as error:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise ConfigError(f"torch cannot be asked for CUDA devices: {lines[-1] if lines else error}") from error
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(msgspec.json.encode(look()))

@@ -26,6 +26,7 @@ from typing_extensions import override
 from headway.core.batch import GroupBatch
 from headway.core.errors import HeadwayError, InvariantError
 from headway.perf.hardware import ParallelLayout
+from headway.runtime.engine.config import InstanceConfig
 from headway.runtime.engine.protocol import (
     AbortRequest,
     ComputeSpan,
@@ -52,11 +53,11 @@ from headway.runtime.executor.plans import (
     FromRank,
     InstanceFromRank,
     InstanceToRank,
+    Measured,
+    MeasureRank,
     PlanDone,
     PlanReader,
-    RankPeer,
     RankPosition,
-    RankQuery,
     SpanFromRank,
     SpanToRank,
     ToRank,
@@ -418,19 +419,18 @@ class RankKvTransfer:
         config: DecoderConfig,
         eos: tuple[int, ...],
         block_tokens: int,
-        peer: RankPeer,
+        peer: InstanceConfig,
         say: Callable[[InstanceFromRank], None],
         aside: Callable[[InstanceFromRank], None],
     ) -> None:
         """config: the whole model's."""
         self._worker, self._say, self._aside = worker, say, aside
         shard = worker.decoder.shard
-        self._peers = PeerNetwork(
-            end_of(peer.number, shard.rank), peer.incarnation, peer.address(shard.rank), peer.secret
-        )
+        end, address = end_of(peer.number, shard.rank), peer.rank_address(shard.rank)
+        self._peers = PeerNetwork(end, peer.incarnation, address, peer.secret)
         self._rung = threading.Event()
         self._ends = False
-        connector = make_connector(peer.connector, self._peers, self._rung.set, config.kv_heads, shard.ranks)
+        connector = make_connector(peer.kv_connector, self._peers, self._rung.set, config.kv_heads, shard.ranks)
         heads = heads_of(config.kv_heads, shard.ranks, shard.rank)
         runs = SpanExecutor(worker, self._peers, eos, config)
         self._port = KvPort(worker, block_tokens, runs, connector, self._peers.number, heads)
@@ -523,8 +523,8 @@ _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 class RankLoop:
     """Drives one worker by the engine's plan stream until `EndProcess`.
 
-    A rank that has missed a plan fails, and the engine starts its ranks again. kv: moves KV to and from other
-    instances; None where KV does not move.
+    A rank that has missed a plan fails with the next one, and the engine starts its ranks again. kv: moves KV to and
+    from other instances; None where KV does not move.
     """
 
     def __init__(self, worker: ModelWorker, channel: ZmqChannel, kv: RankKvTransfer | None = None) -> None:
@@ -536,7 +536,7 @@ class RankLoop:
         self._admitted: dict[int, int] = {}
         self._plans = PlanReader()
         self._queue: deque[tuple[BatchPlan, GroupBatch]] = deque()
-        self._computed_seq = self._replayed_seq = 0
+        self._replayed_seq = 0
         self.stopped = False
         if kv is not None:
             kv.runs.loop = self
@@ -587,8 +587,9 @@ class RankLoop:
             self._admitted[int(message.id)] = self._plans.seq
             prompt = frames[0] if frames else None
             self._worker.admit(message.id, message.prompt_tokens, prompt, message.params, message.output)
-        elif isinstance(message, RankQuery):
-            self._send(PlanDone(self._computed_seq, measured_s=self._answer(message)))
+        elif isinstance(message, MeasureRank):
+            seconds = measure(self._worker, message.kind, message.first, message.second, message.repeats)
+            self._send(Measured(seconds))
         elif isinstance(message, EndProcess):
             self.stopped = True
         elif isinstance(message, InstanceToRank):
@@ -601,14 +602,6 @@ class RankLoop:
         part = self._plans.part_of(plan)
         self._worker.expect(part)
         self._queue.append((plan, part))
-
-    def _answer(self, query: RankQuery) -> float:
-        """Return the answer to a query. A lost newest plan is noticed here: no later plan would show the gap."""
-        if query.kind != "plans":
-            return measure(self._worker, query.kind, query.first, query.second, query.repeats)
-        if self._plans.seq < query.first:
-            raise InvariantError(f"plan {query.first} was sent, and {self._plans.seq} was the last to come")
-        return 0.0
 
     def _carry_out(self, plan: BatchPlan, part: GroupBatch) -> None:
         worker = self._worker
@@ -623,7 +616,6 @@ class RankLoop:
                 self._admitted.pop(request, None)
         query_targets = tuple((group, tuple(map(str, numbers))) for group, numbers in plan.query_targets)
         emitted = worker.run(part, query_targets)
-        self._computed_seq = plan.seq
         if self._kv is not None:
             self._kv.computed(part)
         logprobs = tuple(one.logprobs for one in emitted)

@@ -1,6 +1,6 @@
 """Entry point of a rank's process: joins the other ranks, loads its share of the model, serves.
 
-Started by `runtime.executor.multi_process`, on another host by `runtime.launcher.host_actor`, never by hand.
+Started by `runtime.executor.multi_process`, on another host by `runtime.launcher.ray_hosts`, never by hand.
 
 usage there: python -m headway.runtime.executor.rank_process ENDPOINT PARENT_PID RANK < config.json
 """
@@ -144,9 +144,10 @@ def main(rank: int, endpoint: str, settings: bytes, parent: int | None = None) -
     _end_with_the_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
     config = msgspec.json.decode(settings, type=RankConfig)
-    owner = {} if config.instance is None else {"instance": config.instance}
-    setup(config.log_level, config.log_format, **owner, worker=rank)
-    torch.set_num_threads(config.threads)
+    engine = config.engine
+    owner = {} if engine.instance is None else {"instance": engine.instance.number}
+    setup(engine.log_level, engine.log_format, **owner, worker=rank)
+    torch.set_num_threads(engine.threads or 1)
     channel = ZmqChannel(rank, endpoint, config.token)
     channel.live(rank, config.timeout_s / PER_TIMEOUT)
     code = 0
@@ -165,7 +166,8 @@ def main(rank: int, endpoint: str, settings: bytes, parent: int | None = None) -
 
 
 def _serve(rank: int, config: RankConfig, channel: ZmqChannel, endpoint: str) -> None:
-    place = place_of(config.layout, rank)
+    engine, layout = config.engine, config.engine.layout
+    place = place_of(layout, rank)
     store: Store | None = None
     port = 0
     if endpoint.startswith(_LOCAL):
@@ -184,22 +186,22 @@ def _serve(rank: int, config: RankConfig, channel: ZmqChannel, endpoint: str) ->
     assert isinstance(welcome, RankWelcome), f"the engine's first word is {welcome!r}"
     store = store or rendezvous(config.host, welcome.store_port, config.patience_s)
     choose_interface(config.host)
-    join(rank, config.layout.accelerators, store, config.patience_s)
-    path = Path(config.model) / "config.json"
-    shape = read_config(read_json(path), config.max_model_len, str(path))
+    join(rank, layout.accelerators, store, config.patience_s)
+    path = Path(engine.model) / "config.json"
+    shape = read_config(read_json(path), engine.max_model_len, str(path))
     device = torch.device(config.device(rank))
     # Checked before the model is loaded, and in the rank: the engine does not import torch.
     if device.type == "cuda":
         if device.index >= torch.cuda.device_count():
             raise ConfigError(f"worker {rank} shall compute on {device}, and this host has {torch.cuda.device_count()}")
         torch.cuda.set_device(device)
-    links = GlooLinks(place, shape.hidden_size, resolve_dtype(config.dtype, shape), device)
-    backend = make_backend(config.attention_backend)
-    group = links if config.tp > 1 else None
-    decoder = load_decoder(config.model, config.dtype, config.max_model_len, str(device), backend, place.shard, group)
-    if config.kvp > 1:
+    links = GlooLinks(place, shape.hidden_size, resolve_dtype(engine.dtype, shape), device)
+    backend = make_backend(engine.attention_backend)
+    group = links if layout.tp > 1 else None
+    decoder = load_decoder(engine.model, engine.dtype, engine.max_model_len, str(device), backend, place.shard, group)
+    if layout.kvp > 1:
         decoder.backend = GroupAttention(decoder.backend, links, decoder.config.q_heads)
-    worker = ModelWorker(decoder, config.kv_blocks, config.block_tokens, config.eos, links)
+    worker = ModelWorker(decoder, config.kv_blocks, engine.block_size, config.eos, links)
     held = decoder.weights.parameters * decoder.dtype.itemsize
     dtype = str(decoder.dtype).removeprefix("torch.")
     kv = None
@@ -210,7 +212,7 @@ def _serve(rank: int, config: RankConfig, channel: ZmqChannel, endpoint: str) ->
             worker,
             shape,
             config.eos,
-            config.block_tokens,
+            engine.block_size,
             config.peer,
             lambda message: _send(channel, message),
             lambda message: send_control(_encoder.encode(message)),

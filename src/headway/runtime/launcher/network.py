@@ -1,4 +1,4 @@
-"""How processes of an engine find and trust each other: addresses of hosts, CURVE keys, and the start of a process.
+"""How processes of an engine find and trust each other: addresses of hosts, and CURVE keys.
 
 No torch.
 """
@@ -7,21 +7,15 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import secrets
 import socket
 import struct
-import subprocess
-import sys
-from contextlib import suppress
 from typing import Any
 
-import msgspec
 import zmq
 from zmq.utils import z85
 
 from headway.core.errors import ConfigError
-from headway.runtime.engine.config import NUMERICS
 
 _ANY_PORT = 9
 _SIOCGIFADDR = 0x8915
@@ -84,24 +78,3 @@ def _server_secret(token: str) -> bytes:
     if not zmq.has("curve"):
         raise ConfigError("several hosts need a ZeroMQ with CURVE, which this one was built without")
     return bytes(z85.encode(hashlib.sha256(_PURPOSE + token.encode()).digest()))
-
-
-ENGINE = "headway.runtime.assembly.engine_process"
-
-
-def spawn(endpoint: str, config: msgspec.Struct, module: str = ENGINE, *more: str) -> subprocess.Popen[bytes]:
-    """A process that speaks to its server at `endpoint`, ends with this one, and leads a group of its own.
-
-    config: its settings, as its `module` reads them; more: arguments that follow. Raises OSError.
-    """
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", module, endpoint, str(os.getpid()), *more],
-        stdin=subprocess.PIPE,
-        env={**NUMERICS, **os.environ, "PYTHONUNBUFFERED": "1"},
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):  # it has ended already, which is noticed
-        process.stdin.write(msgspec.json.encode(config))
-        process.stdin.close()
-    return process

@@ -1,12 +1,14 @@
 """The other hosts of an instance or a cluster: nodes of a Ray cluster, which starts and watches processes. No torch.
 
-One placement group has a bundle on each host but this one, and one actor in each bundle starts processes there
-(`host_actor`). When a node is lost, Ray moves its bundle to another node, or waits for one, and restarts the actor
-there. Ray's token authentication guards all of it; the processes' own connections have keys that travel through Ray.
+One placement group has a bundle on each host but this one, and one actor in each bundle (`HostActor`) starts engines
+and ranks there, which are its children, end with it and import nothing of Ray, and reports how they end. When a node is
+lost, Ray moves its bundle to another node, or waits for one, and restarts the actor there. Ray's token authentication
+guards all of it; the processes' own connections have keys that travel through Ray.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import math
@@ -17,13 +19,140 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from headway.core.errors import ConfigError
-from headway.runtime.launcher.host_actor import HostActor, HostFacts, ProcessLaunch, host_facts, mismatch
-from headway.runtime.launcher.network import ENGINE, guard_server, new_token
+import msgspec
+from typing_extensions import override
+
+from headway import __version__
+from headway.core.errors import ConfigError, HeadwayError
+from headway.core.machine import CORES
+from headway.perf.device import available_bytes
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.executor.plans import RankConfig
+from headway.runtime.launcher.network import address_towards, guard_server, new_token
+from headway.runtime.launcher.processes import ENGINE, RANK, ProcessHandle, SpawnedProcess, spawn
+from headway.runtime.model.config import identity
 
 log = logging.getLogger("headway.engine")
+
+_POLL_S = 0.05
+"""Interval between two looks for the end of a process."""
+
+
+class HostFacts(NamedTuple):
+    """What a host contributes, and what must be the same on all."""
+
+    version: str
+    model: str
+    """`identity` of its model folder; empty where that cannot be read."""
+    trouble: str
+    """Why the model folder cannot be read; empty where it can."""
+    cores: int
+    available_bytes: int
+
+
+class ProcessLaunch(NamedTuple):
+    """One process to be started on another host."""
+
+    serial: int
+    """Names the process for good."""
+    number: int
+    """Number of the instance or of the rank."""
+    endpoint: str
+    """Where its server or engine listens."""
+    settings: bytes
+    """An EngineConfig, or a RankConfig, as JSON."""
+    module: str
+    """Python module that the process runs."""
+
+
+class HostActor:
+    """Starts processes on its host. An asynchronous actor: calls run concurrently on one event loop.
+
+    model: the checkpoint's folder. node0: address of the host that speaks to the processes.
+    """
+
+    def __init__(self, model: str, node0: str) -> None:
+        self._node0 = node0
+        self._model = model
+        self._running: dict[int, SpawnedProcess] = {}
+        self._ended: set[int] = set()
+        """Serials that were told to end, perhaps before they were started."""
+        # Ray's workers give way to all else on their host (nice 15); ranks on host 0 do not, and wait for those here.
+        with suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
+
+    async def facts(self) -> HostFacts:
+        """Describe this host."""
+        return host_facts(self._model)
+
+    async def now(self) -> float:
+        """Return this host's CLOCK_MONOTONIC in seconds."""
+        return time.monotonic()
+
+    async def start(self, launch: ProcessLaunch) -> int:
+        """Start a process; return its id. Raises OSError."""
+        if launch.module == RANK:
+            ranks = msgspec.json.decode(launch.settings, type=RankConfig)
+            ranks = msgspec.structs.replace(ranks, engine=msgspec.structs.replace(ranks.engine, model=self._model))
+            process = spawn(launch.endpoint, ranks, RANK, str(launch.number))
+        else:
+            process = spawn(launch.endpoint, self._engine_config(launch.settings), launch.module)
+        self._running[launch.serial] = process
+        if launch.serial in self._ended:
+            process.kill()
+        assert process.pid is not None
+        return process.pid
+
+    async def wait(self, serial: int) -> str:
+        """Return how a process has ended, once it has (`ProcessHandle.ended`)."""
+        # Started by an earlier process of the actor, which it ended with.
+        if (process := self._running.get(serial)) is None:
+            return "has ended with what had started it"
+        while (how := process.ended) is None:
+            await asyncio.sleep(_POLL_S)
+        # Its workers end with it; one that is stopped might not.
+        process.kill()
+        del self._running[serial]
+        return how
+
+    async def end(self, serial: int) -> None:
+        """Kill a process and all that it has started, now or as soon as it is started."""
+        self._ended.add(serial)
+        if (process := self._running.get(serial)) is not None:
+            process.kill()
+
+    def _engine_config(self, settings: bytes) -> EngineConfig:
+        """Return an engine's settings on this host: its copy of the model, and an address that others reach."""
+        config = msgspec.structs.replace(msgspec.json.decode(settings, type=EngineConfig), model=self._model)
+        if config.instance is None:
+            return config
+        own = msgspec.structs.replace(config.instance, listen=f"tcp:{address_towards(self._node0)}:0")
+        return msgspec.structs.replace(config, instance=own)
+
+
+def host_facts(model: str) -> HostFacts:
+    """Describe this host. model: the checkpoint's folder."""
+    mark = trouble = ""
+    try:
+        mark = identity(Path(model))
+    except HeadwayError as error:
+        trouble = str(error)
+    return HostFacts(__version__, mark, trouble, len(CORES), available_bytes())
+
+
+def mismatch(mine: HostFacts, theirs: HostFacts) -> str | None:
+    """Return why a host cannot serve together with this one; None when it can."""
+    if theirs.version != mine.version:
+        return f"it runs Headway {theirs.version}, and this host {mine.version}: install the same version on all hosts"
+    if theirs.trouble:
+        return theirs.trouble
+    if theirs.model != mine.model:
+        return f"its model folder holds another model ({theirs.model}) than this host's ({mine.model})"
+    return None
+
 
 _RETRY_S = 0.5
 _TURN_S = 0.2
@@ -36,45 +165,42 @@ _KEEP_DEVICES = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"
 """The processes choose among the devices that a host has, not the actor."""
 
 
-class RemoteProcess:
-    """A process on another host, with the interface of a local one. Made by `RayHosts.launch`. Safe between threads.
+class RemoteProcess(ProcessHandle):
+    """A process on another host. Made by `RayHosts.launch`. Safe between threads."""
 
-    ended: None, or why it is gone, in words that follow 'worker 3'. abandoned: no host for it came back in time.
-    """
+    local = False
 
     def __init__(self, number: int, node: int, drop: Callable[[], None]) -> None:
         self.node = node
         self.name = f"process {number} on host {node}"
-        self.pid: int | None = None
-        self.ended: str | None = None
-        self.abandoned = False
+        self._how: str | None = None
         self.sentinel, self._held = os.pipe()
-        """sentinel: readable once the process has ended."""
         self._changed = threading.Condition()
         self._drop = drop
         weakref.finalize(self, os.close, self.sentinel)
 
-    def end(self, why: str) -> None:
+    @property
+    @override
+    def ended(self) -> str | None:
+        return self._how
+
+    def record_end(self, how: str) -> None:
         """Record that it is gone."""
         with self._changed:
-            if self.ended is None:
-                self.ended = why
+            if self._how is None:
+                self._how = how
                 os.close(self._held)
                 self._changed.notify_all()
 
-    def is_alive(self) -> bool:
-        """Return whether it shall run, and nothing else is known."""
-        return self.ended is None
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until it has ended, or its host is lost."""
+    @override
+    def join(self, timeout_s: float | None = None) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self.ended is not None, timeout)
+            self._changed.wait_for(lambda: self._how is not None, timeout_s)
 
+    @override
     def kill(self) -> None:
-        """Have it ended; not waited for."""
-        if self.ended is None:
-            self.end("was told to end")
+        if self._how is None:
+            self.record_end("was told to end")
             self._drop()
 
 
@@ -171,7 +297,7 @@ class RayHosts:
                 return
             self._closing = True
         for process in list(self._processes):
-            process.end("was told to end")
+            process.record_end("was told to end")
         # A thread that calls Ray after its shutdown ends this process with status 1.
         until = time.monotonic() + _JOIN_S
         for thread in list(self._threads):
@@ -185,14 +311,14 @@ class RayHosts:
         """Start the process, wait for its end, and record that."""
         try:
             if self._started(process, launch):
-                process.end(f"(on host {process.node}) has ended with {self._end(process, launch)}")
+                process.record_end(f"(on host {process.node}) {self._end(process, launch)}")
         except (OSError, self._ray.exceptions.RayTaskError) as error:
-            process.end(f"(on host {process.node}) cannot be started: {getattr(error, 'cause', error)}")
+            process.record_end(f"(on host {process.node}) cannot be started: {getattr(error, 'cause', error)}")
         except _RayLeftError:
-            process.end("was told to end")
+            process.record_end("was told to end")
         except Exception as error:
             log.debug("%s: %s", process.name, error)
-            process.end(f"was on host {process.node}, which is lost")
+            process.record_end(f"was on host {process.node}, which is lost")
             # If the actor can be reached again, its process shall not stay.
             self._end_there(process.node, launch)
 
@@ -228,7 +354,7 @@ class RayHosts:
     def _started(self, process: RemoteProcess, launch: ProcessLaunch) -> bool:
         """Start the process once its host is there; False where it is not wanted any more, or no host came in time."""
         until = time.monotonic() + self._patience_s
-        while process.is_alive():
+        while process.ended is None:
             try:
                 process.pid = self._result(process.node, "start", launch)
                 return True
@@ -237,7 +363,9 @@ class RayHosts:
             except self._ray.exceptions.RayError as error:
                 if time.monotonic() > until:
                     process.abandoned = True
-                    process.end(f"was on host {process.node}, which has not come back for {self._patience_s:g} s")
+                    process.record_end(
+                        f"was on host {process.node}, which has not come back for {self._patience_s:g} s"
+                    )
                     return False
                 log.debug("%s cannot be started yet: %s", process.name, error)
                 time.sleep(_RETRY_S)

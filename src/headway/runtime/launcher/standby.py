@@ -8,6 +8,7 @@ ended. `runtime.assembly.template_process` is the process.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 import signal
@@ -21,9 +22,11 @@ from pathlib import Path
 from threading import Lock
 
 import msgspec
+from typing_extensions import override
 
 from headway.perf.device import available_bytes, gib
 from headway.runtime.engine.config import NUMERICS, EngineConfig, GaveUpError, InstanceConfig, RestartLimit
+from headway.runtime.launcher.processes import ProcessHandle
 
 log = logging.getLogger("headway.server")
 
@@ -41,19 +44,17 @@ _EARLY_RESTARTS = 3
 _LOST = -signal.SIGKILL
 
 
-class ForkedEngine:
-    """An engine's process that a template has forked, with the part of `subprocess.Popen` that is needed.
+class ForkedEngine(ProcessHandle):
+    """An engine's process that a template has forked.
 
     Process id and exit status come on a pipe, since it is no child of this process. The engine writes both lines; the
     template writes the exit line too, for an engine killed by a signal.
     """
 
     def __init__(self, template: EngineTemplate, reports: int) -> None:
-        self.reports = reports
-        """Becomes readable when the process is there, and when it has ended."""
-        self.pid: int | None = None
-        """None: not forked yet."""
-        self.returncode: int | None = None
+        # Also readable when the process is there.
+        self.sentinel = self._reports = reports
+        self._code: int | None = None
         self._template = template
         self._asked_s: float | None = None
         self._pending: signal.Signals | None = None
@@ -64,43 +65,40 @@ class ForkedEngine:
         self._lock = Lock()
         os.set_blocking(reports, False)
 
+    @override
     def poll(self) -> int | None:
-        """Return the exit status; None while the process runs, or is still to be forked."""
         with self._lock:
             self._read()
-        if self.returncode is None and self.pid is None and self._template.loaded:
+        if self._code is None and self.pid is None and self._template.loaded:
             now = time.monotonic()
             self._asked_s = now if self._asked_s is None else self._asked_s
             if now - self._asked_s > _ANSWER_S:  # it is stopped: without it, the pipe ends
                 self._template.kill()
-        return self.returncode
+        return self._code
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end. Raises subprocess.TimeoutExpired."""
-        until = None if timeout is None else time.monotonic() + timeout
-        while self.poll() is None:
-            left = None if until is None else until - time.monotonic()
-            if left is not None and left <= 0:
-                raise subprocess.TimeoutExpired("engine", timeout or 0.0)
-            select.select([self.reports], [], [], 0.1 if left is None else min(left, 0.1))
-        assert self.returncode is not None
-        return self.returncode
+    @override
+    def join(self, timeout_s: float | None = None) -> None:
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while self.poll() is None and (left_s := until - time.monotonic()) > 0:
+            select.select([self._reports], [], [], min(left_s, 0.1))
 
+    @override
     def terminate(self) -> None:
         """Ask the process to end; one that is still to be forked, when it is, or never where the template loads."""
         self._signal(signal.SIGTERM)
 
-    def kill_group(self) -> None:
+    @override
+    def kill(self) -> None:
         """Kill the process and all that it has started; one that is still to be forked as by `terminate`."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
         self.poll()
-        if self.pid is None and self.returncode is None and not self._template.loaded:
+        if self.pid is None and self._code is None and not self._template.loaded:
             self._give_up()
         elif self.pid is None:
             self._pending = number
-        elif self.returncode is None or number == signal.SIGKILL:
+        elif self._code is None or number == signal.SIGKILL:
             with suppress(OSError):
                 os.killpg(self.pid, number)
 
@@ -110,22 +108,22 @@ class ForkedEngine:
             ended, writing = os.pipe()
             os.close(writing)
             # In place of the pipe, not closed: an event loop may watch this file descriptor.
-            os.dup2(ended, self.reports, inheritable=False)
+            os.dup2(ended, self._reports, inheritable=False)
             os.close(ended)
-            self.returncode = _LOST
+            self._code = _LOST
 
     def _read(self) -> None:
         """Take in what there is on the pipe; at its end, which may come after the exit status, reap the process."""
         if self._at_end:
             return
         with suppress(BlockingIOError):
-            while data := os.read(self.reports, 256):
+            while data := os.read(self._reports, 256):
                 self._text += data
             self._at_end = True
         *lines, self._text = self._text.split(b"\n")
         for what, number in (line.split() for line in lines):
             if what == EXIT_CODE:
-                self.returncode = int(number)
+                self._code = int(number)
             elif self.pid is None:
                 self.pid = int(number)
                 if self._pending is not None:
@@ -133,8 +131,8 @@ class ForkedEngine:
                         os.kill(self.pid, self._pending)
         if self._at_end:
             status = self._adopted_status()
-            if self.returncode is None:  # the template is gone, or both are
-                self.returncode = status
+            if self._code is None:  # the template is gone, or both are
+                self._code = status
 
     def _adopted_status(self) -> int:
         """Return the exit status of a process whose template is gone: known where this process has become its parent,
@@ -145,7 +143,7 @@ class ForkedEngine:
         return _LOST
 
     def __del__(self) -> None:
-        os.close(self.reports)
+        os.close(self._reports)
 
 
 class _TemplateProcess:

@@ -22,10 +22,8 @@ from headway.core.errors import CheckpointError
 from headway.core.files import open_input
 from headway.core.json_files import read_json
 from headway.runtime.attention.backend import AttentionBackend
-from headway.runtime.model.config import DecoderConfig, read_config
-from headway.runtime.model.decoder import DecoderModel, TensorGroup
-from headway.runtime.model.shard import WHOLE, ModelShard
-from headway.runtime.model.weights import DecoderWeights, LayerWeights, PackedLinear
+from headway.runtime.model.config import WHOLE, DecoderConfig, ModelShard, read_config
+from headway.runtime.model.decoder import DecoderModel, DecoderWeights, LayerWeights, PackedLinear, TensorGroup
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -19,8 +19,7 @@ import numpy.typing as npt
 
 from headway.core.errors import ConfigError
 from headway.core.request import Strategy, cut
-from headway.runtime.model.config import DecoderConfig
-from headway.runtime.model.shard import ModelShard, divides
+from headway.runtime.model.config import DecoderConfig, ModelShard, divides
 
 # Placement of a chunk's tokens on the members of a ring. Pure data.
 #

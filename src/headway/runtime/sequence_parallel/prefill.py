@@ -22,8 +22,16 @@ from headway.core.errors import ConfigError, InvariantError
 from headway.runtime.attention.backend import AttentionBackend, AttentionPlan, BatchSegment
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.model.config import DecoderConfig
-from headway.runtime.model.decoder import DecoderModel, Matrix, RotaryTable, feed, heads, norm
-from headway.runtime.model.weights import LayerWeights, PackedLinear
+from headway.runtime.model.decoder import (
+    DecoderModel,
+    LayerWeights,
+    Matrix,
+    PackedLinear,
+    RotaryTable,
+    feed,
+    heads,
+    norm,
+)
 from headway.runtime.sequence_parallel.attention import (
     KvMoves,
     KvShard,

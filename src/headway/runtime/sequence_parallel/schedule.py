@@ -14,9 +14,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from headway.core.errors import ConfigError
-from headway.runtime.model.config import DecoderConfig
-from headway.runtime.model.shard import WHOLE as WHOLE_MODEL
-from headway.runtime.model.shard import ModelShard
+from headway.runtime.model.config import WHOLE as WHOLE_MODEL
+from headway.runtime.model.config import DecoderConfig, ModelShard
 from headway.runtime.sequence_parallel.layout import (
     ChunkSpec,
     KvLayout,
