@@ -23,8 +23,7 @@ from headway.kv.allocator import cut_ranges
 from headway.runtime.attention.backend import BatchSegment, attend, kernels_of
 from headway.runtime.attention.cpu import CpuBackend
 from headway.runtime.attention.kv_pool import KvPool
-from headway.runtime.attention.native import GENERAL_DIMS, general_kernels
-from headway.runtime.attention.native_calls import NativeChunks, attend_native
+from headway.runtime.attention.native import GENERAL_DIMS, NativeChunks, attend_native, general_kernels
 
 FP32 = general_kernels(torch.float32)
 pytestmark = pytest.mark.skipif(FP32 is None, reason="no C++ compiler or no AVX2 here: nothing to test")
@@ -91,7 +90,7 @@ def test_a_decode_or_chunk_over_any_slots_is_exact_causal_attention(
     pool, slots = in_pool(k, v, block, past, seed)
     backend = CpuBackend()
     plan = backend.plan([BatchSegment(0, rows, past, slots)], pool)
-    assert plan.prefill is not None
+    assert plan.rest._chunks is not None
     check(backend.run(1, q, k[past:], v[past:], plan), exact(q, k, v, True)[0], q, k)
 
 

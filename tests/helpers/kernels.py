@@ -10,7 +10,7 @@ from headway.runtime.attention.native import CompiledKernels, build_library, ker
 
 HERE = kernels()
 WAYS = () if HERE is None else ("vectors", "tiles") if HERE.tiles else ("vectors",)
-_USERS = ("attention.native", "attention.native_calls", "attention.cpu")
+_USERS = ("attention.native", "attention.backend", "attention.cpu")
 
 
 def use_kernels(way: str) -> Iterator[None]:

@@ -14,8 +14,16 @@ from torch import Tensor
 
 from headway.core.errors import ConfigError
 from headway.runtime.attention.kv_pool import KvPool
-from headway.runtime.attention.native import DIMS, CompiledKernels
-from headway.runtime.attention.native_calls import NativeChunks, NativeDecodes, attend_native, shard_kernel
+from headway.runtime.attention.native import (
+    DIMS,
+    CompiledKernels,
+    NativeChunks,
+    NativeDecodes,
+    attend_native,
+    kernels,
+    pool_kernel,
+    shard_kernel,
+)
 
 
 class BatchSegment(NamedTuple):
@@ -187,10 +195,8 @@ def _attend_math(
     return out.to(q.dtype), lse
 
 
-# Partial answers: rows attended over a part of their keys, with the weight that each answer carries in the merge.
-#
-# For requests whose keys lie in several pools (KV parallelism). The same kernels as for whole requests; answers are
-# fp32 and never rounded before they are merged.
+# Rows attended over a part of their keys, or all of them: what requests whose keys lie in several pools need (KV
+# parallelism), and what the backend on CPU does for all but the decodes that store themselves.
 
 
 class PartialRead(NamedTuple):
@@ -209,61 +215,75 @@ class PartialRead(NamedTuple):
         return self.causal and self.rows > 1
 
 
-class PartialAttention:
-    """Partial attention of one iteration: planned at construction, `run` once a layer. kernels None: ATen computes."""
+def decode_kernels(pool: KvPool) -> CompiledKernels | None:
+    """Return the kernels of decodes over this pool: for bf16, where the processor has a unit for it; or None."""
+    fits = pool.dtype == torch.bfloat16 and pool.head_dim in DIMS and pool.data.device.type == "cpu"
+    return kernels() if fits else None
 
-    def __init__(self, readings: Sequence[PartialRead], pool: KvPool, kernels: CompiledKernels | None) -> None:
-        self._kernels = kernels if pool.dtype == torch.bfloat16 and pool.head_dim in DIMS else None
+
+class PartialAttention:
+    """The attention of some rows in one iteration: planned at construction, `run` once a layer.
+
+    The pool holds all keys and values that are read. compiled: use the compiled kernels of this machine, if any; else
+    ATen computes.
+    """
+
+    def __init__(self, readings: Sequence[PartialRead], pool: KvPool, compiled: bool = True) -> None:
         self._pool = pool
-        self._readings = tuple(readings)
+        self._readings: list[tuple[PartialRead, list[tuple[Tensor, ...]]]] = []
+        """Those for ATen, with the views of their slot ranges by layer."""
+        self._decodes: NativeDecodes | None = None
+        self._chunks: NativeChunks | None = None
+        # Kernels get raw addresses: bounds are checked here, once an iteration, and nowhere later.
         for reading in readings:
             for first, count in reading.slot_ranges:
                 pool.check(first, count)
-        self._decodes: NativeDecodes | None = None
-        self._chunks: NativeChunks | None = None
-        self._views: list[tuple[tuple[Tensor, ...], ...]] = []
-        if self._kernels is None:
-            self._views = [tuple(pool.range_views(*run) for run in reading.slot_ranges) for reading in readings]
+        kernel = pool_kernel(pool) if compiled else None
+        if kernel is None:
+            self._readings = [(each, [pool.range_views(*run) for run in each.slot_ranges]) for each in readings]
             return
         # One row needs no mask, so the decode kernel serves it whatever `causal` says.
-        single = [one for one in readings if one.rows == 1]
-        several = [one for one in readings if one.rows > 1]
-        if single:
-            self._decodes = NativeDecodes(
-                self._kernels, [r.start for r in single], [r.slot_ranges for r in single], pool
-            )
+        native = decode_kernels(pool)
+        single = [each for each in readings if each.rows == 1] if native is not None else []
+        if native is not None and single:
+            self._decodes = NativeDecodes(native, [r.start for r in single], [r.slot_ranges for r in single], pool)
+        several = [each for each in readings if each.rows > 1 or native is None]
         if several:
-            spans = [(r.start, r.rows) for r in several]
-            causal = [r.causal for r in several]
-            self._chunks = NativeChunks(self._kernels.prefill, spans, [r.slot_ranges for r in several], pool, causal)
+            spans, causal = [(r.start, r.rows) for r in several], [r.causal for r in several]
+            self._chunks = NativeChunks(kernel, spans, [r.slot_ranges for r in several], pool, causal)
 
-    def run(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out (T, q_heads, d) and lse (T, q_heads), both fp32, from q (T, q_heads, d).
+    def run(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """Write the rows' answers to out (T, q_heads, d), from q (T, q_heads, d). Other rows stay untouched.
 
-        Only rows of a `PartialRead` are set. The pool holds all keys and values that are read.
+        With lse (T, q_heads) in fp32, answers are partial: out is fp32, and never rounded before it is merged.
         """
-        out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         if self._decodes is not None:
-            self._decodes.attend(layer, q, out, lse)
+            self._decodes.run(layer, q, out, None, lse)
         if self._chunks is not None:
             self._chunks.run(layer, q, out, lse)
-        if self._kernels is None:
-            for reading, views in zip(self._readings, self._views, strict=True):
-                rows = slice(reading.start, reading.start + reading.rows)
-                out[rows], lse[rows] = self._attend(reading, q[rows], views, layer)
+        for reading, views in self._readings:
+            rows = slice(reading.start, reading.start + reading.rows)
+            # `KvPool.range_views` interleaves planes: keys of layer i at 2i, values at 2i + 1.
+            shards = [(view[2 * layer], view[2 * layer + 1]) for view in views]
+            out[rows], weight = self._attend(reading, q[rows], shards)
+            if lse is not None:
+                lse[rows] = weight
+
+    def partial(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Return out (T, q_heads, d) and lse (T, q_heads), both fp32, of which only the rows here are set."""
+        out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        self.run(layer, q, out, lse)
         return out, lse
 
-    def _attend(
-        self, reading: PartialRead, q: Tensor, views: tuple[tuple[Tensor, ...], ...], layer: int
-    ) -> tuple[Tensor, Tensor]:
+    def _attend(self, reading: PartialRead, q: Tensor, shards: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Compute one reading by ATen: one call for each slot range, and one causal call where rows are masked."""
         rows, heads, dim = q.shape
-        shards = [(view[2 * layer], view[2 * layer + 1]) for view in views]
         own: list[tuple[Tensor, Tensor]] = []
         if reading.masked:
             shards, own = _split(shards, rows)
         kv_heads = self._pool.kv_heads
+        # The query heads of one KV head become rows of one call: (kv_heads, group, dim).
         query = q.reshape(kv_heads, heads // kv_heads, dim) if rows == 1 else q.transpose(0, 1)
         parts = [attend(query, k, v, False, dtype=torch.float32, compiled=False) for k, v in shards]
         if own:

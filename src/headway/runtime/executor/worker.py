@@ -30,7 +30,6 @@ from headway.runtime.attention.backend import (
     merge,
 )
 from headway.runtime.attention.kv_pool import KvPool
-from headway.runtime.attention.native import kernels
 from headway.runtime.executor.plans import QueryTargets
 from headway.runtime.model.decoder import DecoderModel, TensorGroup
 from headway.runtime.model.sampling import SamplerState, make_state, sample, score
@@ -231,7 +230,7 @@ class _OwnerRows:
             readings.append(PartialRead(at, remote.rows, remote.slot_ranges, False))
             at += remote.rows
         self.rows = at
-        self.partials = PartialAttention(readings, pool, kernels())
+        self.partials = PartialAttention(readings, pool)
 
 
 class SharedPlan:
@@ -312,7 +311,7 @@ class GroupAttention(AttentionBackend):
             readings = [
                 PartialRead(s.start, s.tokens, cut_ranges(s.slot_ranges, 0, s.past + s.tokens), True) for s in chosen
             ]
-            own_partials = PartialAttention(readings, pool, kernels())
+            own_partials = PartialAttention(readings, pool)
         owners = [
             _OwnerRows(owner, [remote for remote in remote_rows if remote.owner == owner], pool)
             for owner in sorted({remote.owner for remote in remote_rows})
@@ -331,7 +330,7 @@ class GroupAttention(AttentionBackend):
         for group, rows in plan.sent:
             self._links.send_to(group, q.index_select(0, rows))
         out = self.inner.run(layer, q, k, v, plan.own)
-        own_partials = None if plan.own_partials is None else plan.own_partials.run(layer, q)
+        own_partials = None if plan.own_partials is None else plan.own_partials.partial(layer, q)
         answers = self.answer_queries(layer, plan)
         if own_partials is not None:
             received = [wait() for wait in answers]
@@ -352,7 +351,7 @@ class GroupAttention(AttentionBackend):
         for owner, wait in zip(plan.owners, queries, strict=True):
             query = wait()
             plan.began_s = plan.began_s or time.monotonic()
-            out, lse = owner.partials.run(layer, query)
+            out, lse = owner.partials.partial(layer, query)
             self._links.send_to(owner.owner, torch.cat((out, lse.unsqueeze(-1)), dim=-1))
         return answers
 
