@@ -25,7 +25,7 @@ from headway_research.accelerator.serving import (
 )
 from headway_research.accelerator.stage import Mode as Schedule
 from headway_research.accelerator.stage_figures import setting, slo_s
-from headway_research.base import ExperimentReport, RunOptions
+from headway_research.base import ExperimentReport, RunOptions, source
 from headway_research.cache import SimulationCache
 from headway_research.verdicts import VerdictRule, judge, only, order
 
@@ -111,10 +111,9 @@ def run(options: RunOptions) -> ExperimentReport:
         for admission in ADMISSION
     }
     panel = ReportChart(title="Gain of prefetching, 8B arXiv", x="cost of history", y="times", lines=lines)
-    source = {
-        "latency": "the accelerator's timeline, the cost of a chunk's history multiplied",
-        "scenario": f"Llama-3.1-8B, arXiv, {count} requests, Poisson, Sarathi's policy; P99 of delays in 1 s",
-        "seeds": [0],
-        "window_s": None,
-    }
-    return ExperimentReport(source=source, rows=rows, panels=(panel,))
+    origin = source(
+        "the accelerator's timeline, the cost of a chunk's history multiplied",
+        f"Llama-3.1-8B, arXiv, {count} requests, Poisson, Sarathi's policy; P99 of delays in 1 s",
+        [0],
+    )
+    return ExperimentReport(source=origin, rows=rows, panels=(panel,))

@@ -35,7 +35,7 @@ from headway_research.accelerator.serving import (
 )
 from headway_research.accelerator.stage import Mode as Schedule
 from headway_research.accelerator.stage_figures import setting, slo_s
-from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, RunOptions
+from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, RunOptions, source
 from headway_research.cache import SimulationCache
 from headway_research.verdicts import at_least, band, both, judge, order
 
@@ -279,11 +279,10 @@ def case4(options: RunOptions) -> ExperimentReport:
 
 
 def _report(runs: CapacityStudy, rows: Sequence[Any], panels: Sequence[ReportChart]) -> ExperimentReport:
-    source: dict[str, Any] = {
-        "latency": "the accelerator's timeline as the scheduler's latency model",
-        "scenario": f"{runs.count:,} requests, Poisson, Sarathi's policy; P99 of gaps in the limit, of delays in 1 s",
-        "modes": "paper: preset `paper`, KV for 128K tokens; default: the real model, the KV that HBM holds",
-        "seeds": list(runs.seeds),
-        "window_s": None,
-    }
-    return ExperimentReport(source=source, rows=tuple(rows), panels=tuple(panels))
+    origin = source(
+        "the accelerator's timeline as the scheduler's latency model",
+        f"{runs.count:,} requests, Poisson, Sarathi's policy; P99 of gaps in the limit, of delays in 1 s",
+        runs.seeds,
+        modes="paper: preset `paper`, KV for 128K tokens; default: the real model, the KV that HBM holds",
+    )
+    return ExperimentReport(source=origin, rows=tuple(rows), panels=tuple(panels))

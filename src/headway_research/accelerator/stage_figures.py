@@ -16,12 +16,13 @@ from headway_research.accelerator.machine import MIB, IterationWork, assumptions
 from headway_research.accelerator.operators import LayerOperators, OperatorSetting
 from headway_research.accelerator.stage import Mode as Schedule
 from headway_research.accelerator.stage import StageReport, simulate_stage
-from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, RunOptions
-from headway_research.verdicts import VerdictRule, band, both, judge, order
+from headway_research.base import ClaimRow, ExperimentReport, Mode, RunOptions, source
+from headway_research.verdicts import VerdictRule, band, judge, order
 
 MACHINE_OF = {"llama-3.1-8b": "tpuv6e-like", "llama-3.1-70b": "tpuv7-like"}
 KI = 1024
 SLO_DECODES, SLO_KV = 32, 32 * 4 * KI
+COMPARED: tuple[Schedule, Schedule] = ("packing", "prefetch")
 PREFILLS, CONTEXTS, BUFFERS_MIB = (512, 1024, 2048), (4, 8, 16, 32, 64, 128), (0, 64, 128, 192, 256, 384, 512)
 
 
@@ -107,18 +108,13 @@ def within(paper: float) -> VerdictRule:
 
 
 def _rows(case: str) -> list[ClaimRow]:
-    return [judge(f.claim, f.paper, within(f.paper), both(f.ours)) for f in FIGURES if f.case == case]
+    return [judge(f.claim, f.paper, within(f.paper), f.ours) for f in FIGURES if f.case == case]
 
 
 def _report(rows: list[ClaimRow], panels: list[ReportChart], scenario: str) -> ExperimentReport:
-    source: dict[str, Any] = {
-        "latency": "the accelerator's operator model and timeline",
-        "scenario": scenario,
-        "modes": "paper: preset `paper` of the assumptions; default: the real model, times from the mapping search",
-        "seeds": [],
-        "window_s": None,
-    }
-    return ExperimentReport(source=source, rows=tuple(rows), panels=tuple(panels))
+    modes = "paper: preset `paper` of the assumptions; default: the real model, times from the mapping search"
+    origin = source("the accelerator's operator model and timeline", scenario, modes=modes)
+    return ExperimentReport(source=origin, rows=tuple(rows), panels=tuple(panels))
 
 
 def slo(options: RunOptions) -> ExperimentReport:
@@ -128,40 +124,47 @@ def slo(options: RunOptions) -> ExperimentReport:
 
 def case1(options: RunOptions) -> ExperimentReport:
     """Reproduce Fig. 5: speed-ups by chunk and KV tokens."""
-    rows = _rows("case1")
-    rows.append(
+    rows = [
+        *_rows("case1"),
         judge(
             "The largest decode speed-up of all is at 2048 prefill and 128K KV tokens",
             "2048 and 128K",
             order("no other combination of the figure is faster", lambda found: found == "2048 and 128K"),
-            both(_best_decode),
-        )
-    )
-    rows.append(
+            _best_decode,
+        ),
         judge(
             "With 512 prefill tokens the decode speed-up drops as KV grows (beyond what fits the window)",
             "drops",
             order("falls from its peak to 128K", lambda found: found["128K"] < max(found.values())),
-            both(lambda mode: {f"{k}K": stage(mode, 512, k).decode_speedup("prefetch") for k in CONTEXTS}),
-        )
-    )
-    panels = [
+            lambda mode: {f"{k}K": stage(mode, 512, k).decode_speedup("prefetch") for k in CONTEXTS},
+        ),
+    ]
+    lines = {
+        f"{p} prefill, {schedule}": [(float(k), stage("paper", p, k), schedule) for k in CONTEXTS]
+        for p in PREFILLS
+        for schedule in COMPARED
+    }
+    panels = _speedup_panels("speed-up, paper preset", "KV tokens, Ki", lines, log_x=True)
+    return _report(rows, panels, "Llama-3.1-8B on TPUv6e-like, 32 decodes, 512 MiB of prefetch buffer")
+
+
+def _speedup_panels(
+    title: str, x: str, lines: dict[str, list[tuple[float, StageReport, Schedule]]], log_x: bool = False
+) -> list[ReportChart]:
+    """Return the panels of decode and overall speed-up over the same stages."""
+    return [
         ReportChart(
-            title=f"{part.capitalize()} speed-up, paper preset",
-            x="KV tokens, Ki",
+            title=f"{part.capitalize()} {title}",
+            x=x,
             y="over serial",
-            log_x=True,
+            log_x=log_x,
             lines={
-                f"{p} prefill, {schedule}": [
-                    (float(k), getattr(stage("paper", p, k), f"{part}_speedup")(schedule)) for k in CONTEXTS
-                ]
-                for p in PREFILLS
-                for schedule in ("packing", "prefetch")
+                label: [(at, getattr(found, f"{part}_speedup")(schedule)) for at, found, schedule in points]
+                for label, points in lines.items()
             },
         )
         for part in ("decode", "overall")
     ]
-    return _report(rows, panels, "Llama-3.1-8B on TPUv6e-like, 32 decodes, 512 MiB of prefetch buffer")
 
 
 def _best_decode(mode: Mode) -> str:
@@ -172,25 +175,21 @@ def _best_decode(mode: Mode) -> str:
 
 def case2(options: RunOptions) -> ExperimentReport:
     """Reproduce Fig. 6: speed-ups by prefetch buffer."""
-    rows = _rows("case2")
-    rows.append(
+    rows = [
+        *_rows("case2"),
         judge(
             "1024 and 2048 prefill tokens gain alike at every buffer (decode)",
             "similar",
             band(0.0, 0.10),
-            both(lambda mode: max(abs(_decode(mode, 1024, b) / _decode(mode, 2048, b) - 1.0) for b in BUFFERS_MIB)),
+            lambda mode: max(abs(_decode(mode, 1024, b) / _decode(mode, 2048, b) - 1.0) for b in BUFFERS_MIB),
             "Largest relative difference over the buffers.",
-        )
-    )
-    rows.append(
+        ),
         judge(
             "512 prefill tokens gain least from memory: decode speed-up at 512 MB over that at 0 MB",
             "smaller",
             order("less than with 1024", lambda found: found["512"] < found["1024"]),
-            both(lambda mode: {str(p): _decode(mode, p, 512) / _decode(mode, p, 0) for p in (512, 1024)}),
-        )
-    )
-    rows.append(
+            lambda mode: {str(p): _decode(mode, p, 512) / _decode(mode, p, 0) for p in (512, 1024)},
+        ),
         judge(
             "Packing alone, overall speed-up as prefill grows from 512 to 2048 tokens",
             "near 1.0",
@@ -198,23 +197,13 @@ def case2(options: RunOptions) -> ExperimentReport:
                 "falls, and ends below 1.25",
                 lambda found: found["512"] > found["1024"] > found["2048"] and found["2048"] < 1.25,
             ),
-            both(lambda mode: {str(p): stage(mode, p, 64).overall_speedup("packing") for p in PREFILLS}),
-        )
-    )
-    panels = [
-        ReportChart(
-            title=f"{part.capitalize()} speed-up at 64K, paper preset",
-            x="prefetch buffer, MiB",
-            y="over serial",
-            lines={
-                f"{p} prefill": [
-                    (float(b), getattr(stage("paper", p, 64, b), f"{part}_speedup")("prefetch")) for b in BUFFERS_MIB
-                ]
-                for p in PREFILLS
-            },
-        )
-        for part in ("decode", "overall")
+            lambda mode: {str(p): stage(mode, p, 64).overall_speedup("packing") for p in PREFILLS},
+        ),
     ]
+    lines: dict[str, list[tuple[float, StageReport, Schedule]]] = {
+        f"{p} prefill": [(float(b), stage("paper", p, 64, b), "prefetch") for b in BUFFERS_MIB] for p in PREFILLS
+    }
+    panels = _speedup_panels("speed-up at 64K, paper preset", "prefetch buffer, MiB", lines)
     return _report(rows, panels, "Llama-3.1-8B on TPUv6e-like, 32 decodes over 64K tokens, buffers of 0 to 512 MiB")
 
 
@@ -232,14 +221,14 @@ def fig1(options: RunOptions) -> ExperimentReport:
             "Compute outgrows HBM bandwidth: peak FLOP a byte",
             "grows with each generation",
             order("the newer of each pair has more", lambda found: all(found[a] < found[b] for a, b in pairs)),
-            {"paper": balance, "default": balance},
+            lambda mode: balance,
             approximate=True,
         ),
         judge(
             "Prefill is compute-bound and decode is memory-bound: share of time in such operators",
             "dominant",
             order("each above 0.9", lambda found: min(found.values()) > 0.9),
-            both(_bound_shares),
+            _bound_shares,
             "2048 prefill tokens; 32 decodes over 64K.",
             approximate=True,
         ),
@@ -260,8 +249,6 @@ def _bound_shares(mode: Mode) -> dict[str, float]:
 
     return {"prefill": share(prefill, "compute"), "decode": share(decode, "memory")}
 
-
-__all__ = ["FIGURES", "MODES", "case1", "case2", "fig1", "setting", "slo", "slo_s", "stage", "within"]
 
 FIGURE_TOLERANCE, TABLE_TOLERANCE, CURVE_TOLERANCE = 0.01, 0.005, 0.01
 

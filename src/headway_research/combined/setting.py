@@ -80,7 +80,6 @@ class CombinedResult(NamedTuple):
     short_p50: float
     short_p99: float
     long_p50: float
-    long_p99: float
     in_time: float
     short_in_time: float
     long_in_time: float
@@ -217,7 +216,6 @@ def _measured(
         cut(shorts, 50),
         cut(shorts, 99),
         cut(longs, 50),
-        cut(longs, 99),
         in_time(records),
         in_time(shorts),
         in_time(longs),

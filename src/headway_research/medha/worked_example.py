@@ -9,7 +9,6 @@ and what LARS is for; the finish times of the others are what follows by hand (w
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from headway.perf.latency.table import TableLatency, TableSource
 from headway.policy.iteration.config import SchedulerConfig
@@ -17,7 +16,7 @@ from headway.policy.iteration.medha import MedhaConfig
 from headway.sim import InstanceSpec, RunSpec, simulate
 from headway.sim.metrics import SloTargets
 from headway.sim.workload import TraceRequest
-from headway_research.base import MODES, ExperimentReport, Mode, RunOptions
+from headway_research.base import ExperimentReport, Mode, RunOptions, source
 from headway_research.verdicts import at_most, both, exact, judge
 
 # an iteration of the example; and the time of a row, so that an iteration takes 100 tokens
@@ -86,23 +85,15 @@ def run(options: RunOptions) -> ExperimentReport:
         )
         for policy, by_hand in BY_HAND.items()
     ]
-    lars: dict[Mode, Any] = {mode: max(found["lars"][mode]["S1"], found["lars"][mode]["S2"]) for mode in MODES}
     rows.append(
         judge(
             "LARS meets the deadlines of short and long requests (§4.1): the later short, seconds",
             "both shorts by 6.0",
             at_most(6.0 + 1e-6),
-            lars,
+            lambda mode: max(found["lars"][mode]["S1"], found["lars"][mode]["S2"]),
             "Literal LARS lets the shorts wait until their relative slack is the document's (0.6, at 5.2 s) and then "
             "has one second of work left until 6.0 for two of them, in turns.",
         )
     )
-    return ExperimentReport(
-        source={
-            "latency": "given by the example: seconds of work",
-            "scenario": f"one instance, iterations of {QUANTUM_S:g} s, {TOKEN_S:g} s a token",
-            "seeds": [],
-            "window_s": None,
-        },
-        rows=tuple(rows),
-    )
+    scenario = f"one instance, iterations of {QUANTUM_S:g} s, {TOKEN_S:g} s a token"
+    return ExperimentReport(source=source("given by the example: seconds of work", scenario), rows=tuple(rows))

@@ -7,10 +7,10 @@ from headway.perf.hardware import accelerator, model
 from headway.perf.latency import fast_sp
 from headway.perf.latency.fast_sp import AcceleratorGroup, SpRates
 from headway.sim.report.page import ReportChart
-from headway_research.base import ClaimRow, ExperimentReport, RunOptions
+from headway_research.base import ClaimRow, ExperimentReport, RunOptions, source
 from headway_research.pecsched import as_printed
 from headway_research.pecsched.setting import MODELS
-from headway_research.verdicts import at_least, band, judge, order
+from headway_research.verdicts import at_least, band, judge, only, order
 
 LENGTHS = (8_192, 32_768, 100_000, 250_000, 500_000)
 GPUS = 32
@@ -48,13 +48,9 @@ def run(options: RunOptions) -> ExperimentReport:
         )
         for name in MODELS
     )
-    source = {
-        "latency": "derived: fast-SP formulas at 0.7 (products) and 0.6 (attention) of an A100's peak",
-        "scenario": "32 A100 on four nodes, 400 Gb/s a node",
-        "seeds": [],
-        "window_s": 0.0,
-    }
-    return ExperimentReport(source=source, rows=_rows(plans), panels=panels)
+    latency = "derived: fast-SP formulas at 0.7 (products) and 0.6 (attention) of an A100's peak"
+    origin = source(latency, "32 A100 on four nodes, 400 Gb/s a node", window_s=0.0)
+    return ExperimentReport(source=origin, rows=_rows(plans), panels=panels)
 
 
 def _rows(plans: SpPlans) -> tuple[ClaimRow, ...]:
@@ -63,7 +59,7 @@ def _rows(plans: SpPlans) -> tuple[ClaimRow, ...]:
             "State of a paused prefill beside its KV, over all KV of the prompt",
             "usually less than 5%",
             order("less than 5% for every model", lambda found: max(found.values()) < 0.05),
-            {"paper": None, "default": plans.state_over_kv},
+            only("default", plans.state_over_kv),
             "d / (2 N_kv d_h layers): one layer's activations. Of the KV computed so far it is more.",
         ),
         judge(
@@ -78,14 +74,14 @@ def _rows(plans: SpPlans) -> tuple[ClaimRow, ...]:
             "Prefill time of plain ring attention over fast SP, 500K tokens on 32 GPUs",
             "1.39 to 1.55 (JCT without fast SP, Fig. 14)",
             order("within 1.39 to 1.55 for every model", lambda found: band(1.39, 1.55)(min(found.values()))),
-            {"paper": None, "default": plans.ring_over_chosen},
+            only("default", plans.ring_over_chosen),
             "All of it is what attention's kernels lose in a ring: 6.1% a doubling, as measured on eight A100.",
         ),
         judge(
             "Prefill time of plain ring attention over fast SP, the least of the models",
             "above 1",
             at_least(1.0),
-            {"paper": None, "default": min(plans.ring_over_chosen.values())},
+            only("default", min(plans.ring_over_chosen.values())),
         ),
     )
 

@@ -26,7 +26,7 @@ from headway.sim.report.page import ReportChart
 from headway.sim.scenario import parse_scenario
 from headway.sim.workload import TraceRequest
 from headway.sim.workload.generate import ConstantArrivals, preset
-from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, RunOptions
+from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, RunOptions, source
 from headway_research.pecsched.drill import DrillResult, PlacementDrill
 from headway_research.pecsched.literal import LiteralPecSched
 from headway_research.pecsched.setting import MODELS, scenario, work_s
@@ -220,10 +220,10 @@ def _by_model(found: DecisionCosts, size: int, literal: bool, field: str) -> dic
 
 
 def _source() -> dict[str, object]:
-    return {
-        "latency": "decisions: timed on this machine; requests: fitted A100 profiles and fast-SP formulas",
-        "scenario": f"replicas of 8-GPU nodes; {HELD_AT_FIRST:.0%} of them taken by long requests at the start, short "
-        f"requests at {SHORT_LOAD:g} of what all compute",
-        "seeds": [0],
-        "window_s": 0.0,
-    }
+    return source(
+        "decisions: timed on this machine; requests: fitted A100 profiles and fast-SP formulas",
+        f"replicas of 8-GPU nodes; {HELD_AT_FIRST:.0%} of them taken by long requests at the start, short requests at "
+        f"{SHORT_LOAD:g} of what all compute",
+        [0],
+        0.0,
+    )

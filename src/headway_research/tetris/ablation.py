@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 from headway.sim.report.page import ReportChart
 from headway_research.base import ExperimentReport, RunOptions
+from headway_research.tetris.capacity import each
 from headway_research.tetris.setting import TetrisStudy
 from headway_research.verdicts import at_least, at_most, judge_same, order
 
@@ -69,38 +69,30 @@ def _rates(options: RunOptions, cluster: str) -> ExperimentReport:
 def fig13(options: RunOptions) -> ExperimentReport:
     """Reproduce Fig. 13: single-chunk plans under the same rates."""
     rows, panels = [], []
-    source: dict[str, Any] = {}
-    for cluster in ("8b", "70b"):
-        runs = TetrisStudy(options, cluster)
-        runs.ensure(["Tetris", "Tetris, single chunk"])
-        source = source or runs.source()
-        p50, p99 = ("2.33-4.17×", "2.64-3.58×") if cluster == "8b" else ("2.71-4.77×", "2.43-3.23×")
-        for workload in runs.workloads:
-            lines = {}
-            for what, claim in (("p50", p50), ("p99", p99)):
-                line = [
-                    (
-                        rps,
-                        runs.value("Tetris, single chunk", workload, rps, what)
-                        / runs.value("Tetris", workload, rps, what),
-                    )
-                    for rps in runs.loads(workload)
-                ]
-                lines[what.upper()] = line
-                rows.append(
-                    judge_same(
-                        f"{cluster.upper()}, {workload}: single-chunk {what.upper()} TTFT over CDSP's, worst load",
-                        f"up to {claim}",
-                        at_least(2.0),
-                        max(y for _, y in line),
-                        "Eq. (1)'s constant is paid by each chunk (0.39 s at SP 16), and Algorithm 1 keeps chunks "
-                        "inside the single-chunk group: few requests are cut.",
-                    )
-                )
-            panels.append(
-                ReportChart(title=f"{cluster.upper()}, {workload}", x="requests/s", y="slowdown", lines=lines)
+    single = "Tetris, single chunk"
+    claims = {"8b": ("2.33-4.17×", "2.64-3.58×"), "70b": ("2.71-4.77×", "2.43-3.23×")}
+    for runs, workload in each(options, lambda cluster: ["Tetris", single]):
+        where = f"{runs.cluster.upper()}, {workload}"
+        lines = {
+            what.upper(): [
+                (rps, runs.value(single, workload, rps, what) / runs.value("Tetris", workload, rps, what))
+                for rps in runs.loads(workload)
+            ]
+            for what in ("p50", "p99")
+        }
+        rows += [
+            judge_same(
+                f"{where}: single-chunk {what} TTFT over CDSP's, worst load",
+                f"up to {claim}",
+                at_least(2.0),
+                max(y for _, y in line),
+                "Eq. (1)'s constant is paid by each chunk (0.39 s at SP 16), and Algorithm 1 keeps chunks inside the "
+                "single-chunk group: few requests are cut.",
             )
-    return ExperimentReport(source=source, rows=tuple(rows), panels=tuple(panels))
+            for (what, line), claim in zip(lines.items(), claims[runs.cluster], strict=True)
+        ]
+        panels.append(ReportChart(title=where, x="requests/s", y="slowdown", lines=lines))
+    return ExperimentReport(source=TetrisStudy(options, "8b").source(), rows=tuple(rows), panels=tuple(panels))
 
 
 def _limit(runs: TetrisStudy, workload: str) -> float:

@@ -10,7 +10,7 @@ that ends it first. What LoongServe published schedules in rounds by dynamic pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from headway.sim import metrics
@@ -36,19 +36,26 @@ def systems(cluster: str) -> list[str]:
     return names if cluster == "8b" else names[1:]
 
 
+def each(
+    options: RunOptions, systems_of: Callable[[str], Sequence[str]] = systems
+) -> Iterator[tuple[TetrisStudy, str]]:
+    """Yield (study, workload) of both clusters, simulated for their systems."""
+    for cluster in ("8b", "70b"):
+        runs = TetrisStudy(options, cluster)
+        runs.ensure(systems_of(cluster))
+        yield from ((runs, workload) for workload in runs.workloads)
+
+
 def fig8(options: RunOptions) -> ExperimentReport:
     """Reproduce Fig. 8: capacity of each system."""
     rows: list[ClaimRow] = []
-    panels: list[ReportChart] = []
-    sources = {}
-    for cluster in ("8b", "70b"):
-        runs, names = TetrisStudy(options, cluster), systems(cluster)
-        runs.ensure(names)
-        sources[cluster] = runs.source()
-        for workload in runs.workloads:
-            for times in (25.0, 5.0):
-                rows += _capacity(runs, names, cluster, workload, times)
-            panels.append(_panel(runs, names, cluster, workload))
+    panels, sources = [], {}
+    for runs, workload in each(options):
+        names = systems(runs.cluster)
+        sources[runs.cluster] = runs.source()
+        for times in (25.0, 5.0):
+            rows += _capacity(runs, names, runs.cluster, workload, times)
+        panels.append(_panel(runs, names, runs.cluster, workload))
     source = sources["8b"] | {"latency_70b": sources["70b"]["latency"]}
     return ExperimentReport(source=source, rows=tuple(rows), panels=tuple(panels))
 
@@ -81,48 +88,34 @@ def _capacity(runs: TetrisStudy, names: list[str], cluster: str, workload: str, 
 def fig9(options: RunOptions) -> ExperimentReport:
     """Reproduce Fig. 9: TTFT at the highest load that the best baseline carries within 5× of light load."""
     rows: list[ClaimRow] = []
-    source: dict[str, Any] = {}
-    for cluster in ("8b", "70b"):
-        runs, names = TetrisStudy(options, cluster), systems(cluster)
-        runs.ensure(names)
-        source = source or runs.source()
-        p50, p99 = ("1.64-2.78×", "1.52-3.13×") if cluster == "8b" else ("2.86-4.17×", "2.27-4.35×")
-        for workload in runs.workloads:
-            rps = _critical(runs, workload)
-            for what, claim in (("p50", p50), ("p99", p99)):
-                ratios = {
-                    name: runs.value(name, workload, rps, what) / runs.value("Tetris", workload, rps, what)
-                    for name in names
-                    if name != "Tetris"
-                }
-                rows.append(
-                    judge_same(
-                        f"{cluster.upper()}, {workload}, {rps:g}/s: {what.upper()} TTFT over Tetris's",
-                        claim,
-                        order("above 1 for each", lambda v: min(v.values()) > 1),
-                        ratios,
-                        "How large depends on where critical is put.",
-                    )
+    claims = {"8b": ("1.64-2.78×", "1.52-3.13×"), "70b": ("2.86-4.17×", "2.27-4.35×")}
+    for runs, workload in each(options):
+        rps = max(_within(runs, "Fixed-SP8", workload), default=runs.loads(workload)[0])
+        for what, claim in zip(("p50", "p99"), claims[runs.cluster], strict=True):
+            at = {name: runs.value(name, workload, rps, what) for name in systems(runs.cluster)}
+            rows.append(
+                judge_same(
+                    f"{runs.cluster.upper()}, {workload}, {rps:g}/s: {what.upper()} TTFT over Tetris's",
+                    claim,
+                    order("above 1 for each", lambda v: min(v.values()) > 1),
+                    {name: value / at["Tetris"] for name, value in at.items() if name != "Tetris"},
+                    "How large depends on where critical is put.",
                 )
-    return ExperimentReport(source=source, rows=tuple(rows))
+            )
+    return ExperimentReport(source=TetrisStudy(options, "8b").source(), rows=tuple(rows))
 
 
 def fig10(options: RunOptions) -> ExperimentReport:
     """Reproduce Fig. 10: prompt tokens a second at the highest load that each system carries within 5×."""
     rows: list[ClaimRow] = []
-    source: dict[str, Any] = {}
-    for cluster in ("8b", "70b"):
-        runs, names = TetrisStudy(options, cluster), systems(cluster)
-        runs.ensure(names)
-        source = source or runs.source()
-        claim = "1.24-3.38×" if cluster == "8b" else "1.15-1.81×"
-        for workload in runs.workloads:
-            at = {name: rate for name in names if (rate := _throughput(runs, name, workload)) is not None}
-            ratios = {name: at["Tetris"] / rate for name, rate in at.items() if name != "Tetris" and "Tetris" in at}
-            above = order("above 1 for each", lambda v: bool(v) and min(v.values()) > 1)
-            what = f"{cluster.upper()}, {workload}: Tetris's tokens/s over others', each at its critical rate"
-            rows.append(judge_same(what, claim, above, ratios))
-    return ExperimentReport(source=source, rows=tuple(rows))
+    above = order("above 1 for each", lambda v: bool(v) and min(v.values()) > 1)
+    for runs, workload in each(options):
+        carried = {name: max(_within(runs, name, workload), default=None) for name in systems(runs.cluster)}
+        at = {name: runs.value(name, workload, rps, "tokens_per_s") for name, rps in carried.items() if rps is not None}
+        ratios = {name: at["Tetris"] / rate for name, rate in at.items() if name != "Tetris" and "Tetris" in at}
+        what = f"{runs.cluster.upper()}, {workload}: Tetris's tokens/s over others', each at its critical rate"
+        rows.append(judge_same(what, "1.24-3.38×" if runs.cluster == "8b" else "1.15-1.81×", above, ratios))
+    return ExperimentReport(source=TetrisStudy(options, "8b").source(), rows=tuple(rows))
 
 
 def noise(options: RunOptions) -> ExperimentReport:
@@ -229,17 +222,10 @@ def _unified(options: RunOptions) -> list[ClaimRow]:
     ]
 
 
-def _critical(runs: TetrisStudy, workload: str) -> float:
-    """Return the highest rate of the grid at which Fixed-SP8 stays within 5× of light load."""
+def _within(runs: TetrisStudy, system: str, workload: str) -> list[float]:
+    """Return the rates of the grid at which a system stays within 5× of light load."""
     limit = 5 * runs.light(workload, "p50")
-    within = [rps for rps in runs.loads(workload) if runs.value("Fixed-SP8", workload, rps, "p50") <= limit]
-    return max(within, default=runs.loads(workload)[0])
-
-
-def _throughput(runs: TetrisStudy, system: str, workload: str) -> float | None:
-    limit = 5 * runs.light(workload, "p50")
-    within = [rps for rps in runs.loads(workload) if runs.value(system, workload, rps, "p50") <= limit]
-    return runs.value(system, workload, max(within), "tokens_per_s") if within else None
+    return [rps for rps in runs.loads(workload) if runs.value(system, workload, rps, "p50") <= limit]
 
 
 def _panel(runs: TetrisStudy, names: list[str], cluster: str, workload: str) -> ReportChart:

@@ -30,7 +30,7 @@ from headway.sim.report.page import ReportChart
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
 from headway.sim.workload.generate import arrivals, preset
-from headway_research.base import ExperimentReport, RunOptions
+from headway_research.base import ExperimentReport, RunOptions, source
 from headway_research.tetris.setting import prefill_cluster
 from headway_research.verdicts import at_most, every, judge_same
 
@@ -142,10 +142,6 @@ def run(options: RunOptions) -> ExperimentReport:
     )
     lines = {words: [(float(at), found[f"{w}, {words}"]) for at, w in enumerate(loads)] for words in variants}
     panel = ReportChart(title="Gain of chunks, simulated", x="workload (short, medium, long)", y="times", lines=lines)
-    source = {
-        "latency": eq1.tetris_table1().source,
-        "scenario": f"Llama-3 8B, 16 A100s; {count:,} requests at {', '.join(f'{r:g}' for r in loads.values())}/s",
-        "seeds": [0],
-        "window_s": None,
-    }
-    return ExperimentReport(source=source, rows=rows, panels=(panel,))
+    scenario = f"Llama-3 8B, 16 A100s; {count:,} requests at {', '.join(f'{r:g}' for r in loads.values())}/s"
+    origin = source(eq1.tetris_table1().source, scenario, [0])
+    return ExperimentReport(source=origin, rows=rows, panels=(panel,))

@@ -11,7 +11,7 @@ from headway.perf.latency import eq1
 from headway.perf.latency.groups import GroupShape, largest
 from headway.policy.placement.cdsp import ChunkAllocation
 from headway.sim.report.page import ReportChart
-from headway_research.base import ExperimentReport, RunOptions
+from headway_research.base import ExperimentReport, RunOptions, source
 from headway_research.tetris.literal import LiteralPlanner
 from headway_research.verdicts import at_most, band, exact, judge_same, order
 
@@ -209,4 +209,4 @@ def _rises(found: dict[str, int]) -> bool:
 
 
 def _source() -> dict[str, object]:
-    return {"latency": CELLS.source, "scenario": "arithmetic; 16 instances on two nodes", "seeds": [], "window_s": None}
+    return source(CELLS.source, "arithmetic; 16 instances on two nodes")

@@ -33,7 +33,7 @@ from headway.policy.placement.contract import (
 from headway.sim.cluster.backend import exposed_s
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.workload import TraceRequest
-from headway_research.base import ClaimRow, ExperimentReport, RunOptions
+from headway_research.base import ClaimRow, ExperimentReport, RunOptions, source
 from headway_research.tetris.setting import prefill_cluster
 from headway_research.verdicts import at_most, band, judge_same, order
 
@@ -66,13 +66,43 @@ def fig2(options: RunOptions) -> ExperimentReport:
         judge_same("eight GPUs as SP × TP over TP8, at most", "1.83×, 1.41×, 1.15×", falling, shared,
                    "Every member of a ring reads all weights; the ring here has two messages a layer, not SP - 1."),
     ]  # fmt: skip
-    source: dict[str, Any] = {
-        "latency": "fitted: A100 operator profiles (headway.perf.latency, a100-80gb)",
-        "scenario": f"batches {BATCHES}, contexts {CONTEXTS}; the largest ratio over the grid",
-        "seeds": [],
-        "window_s": None,
-    }
-    return ExperimentReport(source=source, rows=tuple(rows))
+    origin = source(
+        "fitted: A100 operator profiles (headway.perf.latency, a100-80gb)",
+        f"batches {BATCHES}, contexts {CONTEXTS}; the largest ratio over the grid",
+    )
+    return ExperimentReport(source=origin, rows=tuple(rows))
+
+
+PUBLISHED_MS = {
+    ("prefill", 10): 18.58, ("prefill", 1000): 68.89, ("decode", 10): 11.38, ("decode", 1000): 13.01,
+}  # fmt: skip
+"""(phase, prompt tokens) of one request on one A800, as LoongServe's repository prints them: LWM-Text-1M, a Llama-2 7B
+(LoongServe/LoongServe, test/longserve/3-data-analyse-intro.ipynb at 557dc312, Apache-2.0). Its figures over SP, TP and
+batch are pictures without numbers."""
+
+
+def loongserve_times(options: RunOptions) -> ExperimentReport:
+    """Compare LoongServe's published times of one instance with the simulator's."""
+    latency = fitted("a800", "llama-2-7b", ParallelLayout(tp=1), assumptions=EngineAssumptions(engine="headway"))
+
+    def ours_ms(phase: str, tokens: int) -> float:
+        if phase == "prefill":
+            return 1e3 * (latency.rows_s(tokens) + latency.attention_s(0, tokens))
+        # 16 tokens are decoded: half of them are cached on average
+        return 1e3 * (latency.rows_s(1) + latency.decode_s(1, tokens + 8))
+
+    rows = tuple(
+        judge_same(
+            f"Llama-2 7B on one A800, prompt of {tokens:,} tokens: {phase}, ms",
+            published,
+            band(0.75 * published, 1.25 * published),
+            ours_ms(phase, tokens),
+        )
+        for (phase, tokens), published in PUBLISHED_MS.items()
+    )
+    return ExperimentReport(
+        source=source("fitted: A100 operator profiles, A800's links", "one request on one instance, TP1"), rows=rows
+    )
 
 
 def fig14(options: RunOptions) -> ExperimentReport:
@@ -108,11 +138,8 @@ def fig14(options: RunOptions) -> ExperimentReport:
                 approximate=True,
             )
         )
-    source = prefill_cluster("8b").spans.source
-    return ExperimentReport(
-        source={"latency": source, "scenario": "A100s, NVLink 3, 200 Gb/s a card", "seeds": [], "window_s": None},
-        rows=tuple(rows),
-    )
+    origin = source(prefill_cluster("8b").spans.source, "A100s, NVLink 3, 200 Gb/s a card")
+    return ExperimentReport(source=origin, rows=tuple(rows))
 
 
 def transfer_share(tokens: int, backends: int) -> float:
@@ -152,15 +179,12 @@ def table2(options: RunOptions) -> ExperimentReport:
         note = "" if watch is not None else "Nothing was timed: no clock was given."
         value = None if found is None else found["mean"]
         rows.append(judge_same(f"largest SP {most}: mean planning time, µs", paper, at_most(limit), value, note))
-    return ExperimentReport(
-        source={
-            "latency": eq1.extended(eq1.tetris_table1(), 128).source,
-            "scenario": "4k to 190k tokens, queues of 0 to 5 s, nodes of eight, improvement rates 0 and 0.3 in turn",
-            "seeds": [0],
-            "window_s": None,
-        },
-        rows=tuple(rows),
+    origin = source(
+        eq1.extended(eq1.tetris_table1(), 128).source,
+        "4k to 190k tokens, queues of 0 to 5 s, nodes of eight, improvement rates 0 and 0.3 in turn",
+        [0],
     )
+    return ExperimentReport(source=origin, rows=tuple(rows))
 
 
 def planning_us(
