@@ -3,6 +3,9 @@
 Where the paper is silent: relative slack breaks ties by arrival; a request that gets no tokens is not looked at again
 in the same batch (`Requeue` would put it behind the others, against a batch that has only grown); `BinarySearchChunk`
 takes a chunk's time as if it ran alone; only long requests share ("Long requests yield time for urgency", Line 6).
+
+The scheduler departs in one thing, `completes`: it also completes a short prompt where the batch with all of it takes
+no longer than the target, although the rest alone would.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ class LiteralPrefill(NamedTuple):
 class LiteralBatcher:
     """Algorithm 1 over one queue, with Algorithm 2 for its chunks."""
 
-    def __init__(self, latency: LatencyModel, t_target_s: float, rho_max: float = 0.4) -> None:
-        self._latency, self._t_target_s, self._rho_max = latency, t_target_s, rho_max
+    def __init__(self, latency: LatencyModel, t_target_s: float, completes: bool = False, rho_max: float = 0.4) -> None:
+        self._latency, self._t_target_s, self._completes, self._rho_max = latency, t_target_s, completes, rho_max
 
     def form_next_batch(
         self, prefills: Iterable[LiteralPrefill], decodes: BatchLoad, now_s: float
@@ -49,13 +52,19 @@ class LiteralBatcher:
             if t_pred_s >= self._t_target_s:
                 break
             tokens = 0 if request.is_long and has_long else self._chunk_size(request, t_pred_s, now_s)
+            if self._completes and not request.is_long:
+                whole_s = self._predict_s(self._with(load, request, request.remaining))
+                tokens = request.remaining if whole_s <= self._t_target_s else tokens
             if tokens > 0:
                 batch.append((request.id, tokens))
                 has_long |= request.is_long
-                seconds = self._latency.attention_s(request.kv_size, tokens)
-                load = load.with_chunk(tokens, seconds, request.kv_size)
+                load = self._with(load, request, tokens)
                 t_pred_s = self._predict_s(load)
         return batch
+
+    def _with(self, load: BatchLoad, request: LiteralPrefill, tokens: int) -> BatchLoad:
+        seconds = self._latency.attention_s(request.kv_size, tokens)
+        return load.with_chunk(tokens, seconds, request.kv_size)
 
     def _chunk_size(self, request: LiteralPrefill, t_current_s: float, now_s: float) -> int:
         """Algorithm 2, from Line 6 on."""
