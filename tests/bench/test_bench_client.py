@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -12,13 +12,15 @@ from headway.core.machine import free_port
 from headway.serving.load.client import (
     LoadClient,
     LoadRequest,
+    LoadResult,
     TargetEndpoint,
     error_message,
     request_body,
-    run_open_loop,
+    run_requests,
 )
 from headway.serving.load.prompts import PromptPool, vocab_size_of
 from headway.sim.metrics import RequestRecord, SloTargets
+from headway.sim.workload import TraceRequest
 
 Start = Callable[..., str]
 
@@ -29,10 +31,16 @@ def job(
     return LoadRequest(id=f"r{number}", prompt=prompt, prompt_tokens=3, output_tokens=output, due_s=due_s, **more)
 
 
+async def sent(client: LoadClient, jobs: Sequence[LoadRequest]) -> LoadResult:
+    """Send jobs as they are, each when it is due."""
+    requests = [TraceRequest(one.due_s, one.prompt_tokens, one.output_tokens) for one in jobs]
+    return await run_requests(client, requests, lambda request: b"", lambda number, *_: jobs[number])
+
+
 def send(url: str, *jobs: LoadRequest, **options: object) -> list[RequestRecord]:
     async def run() -> list[RequestRecord]:
         async with LoadClient(TargetEndpoint(base_url=url, model="fake", **options)) as client:
-            return (await run_open_loop(client, jobs)).records
+            return (await sent(client, jobs)).records
 
     return asyncio.run(run())
 
@@ -99,7 +107,7 @@ def test_a_stopped_run_still_has_a_record_for_each_request(serve_fake: Start) ->
 
     async def run() -> tuple[list[RequestRecord], bool]:
         async with LoadClient(TargetEndpoint(base_url=url, model="fake")) as client:
-            task = asyncio.create_task(run_open_loop(client, [job(i, due_s=i * 0.2) for i in range(4)]))
+            task = asyncio.create_task(sent(client, [job(i, due_s=i * 0.2) for i in range(4)]))
             await asyncio.sleep(0.3)
             task.cancel()
             result = await task

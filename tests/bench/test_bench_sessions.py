@@ -11,7 +11,7 @@ import pytest
 from tests.bench.test_bench_load import headway_bench
 
 from headway.core.errors import ConfigError
-from headway.serving.load.client import LoadClient, LoadRequest, TargetEndpoint, run_closed_loop
+from headway.serving.load.client import LoadClient, LoadRequest, TargetEndpoint, run_requests
 from headway.serving.load.prompts import PromptPool, TextPrompts
 from headway.sim.metrics import RequestRecord
 from headway.sim.workload import TraceRequest, transforms
@@ -82,8 +82,9 @@ def test_a_turn_waits_for_the_answer_before_it_and_its_think_time(serve_fake: St
     requests = sessions_of(agents)
 
     async def play(url: str) -> list[RequestRecord]:
+        prompts = TextPrompts(a_pool())
         async with LoadClient(TargetEndpoint(base_url=url, model="fake")) as client:
-            return (await run_closed_loop(client, requests, TextPrompts(a_pool()), a_job)).records
+            return (await run_requests(client, requests, prompts.prompt, a_job, prompts.answered)).records
 
     records = asyncio.run(play(serve_fake("--speed", "1e5", "--gap", "0")))
     assert all(record.ok for record in records)
@@ -126,7 +127,7 @@ def test_a_stopped_run_sends_no_further_turn(agents: Path) -> None:
 
     async def stopped() -> tuple[Slow, list[RequestRecord], bool]:
         slow = Slow()
-        task = asyncio.create_task(run_closed_loop(slow, requests, TextPrompts(a_pool()), a_job))
+        task = asyncio.create_task(run_requests(slow, requests, TextPrompts(a_pool()).prompt, a_job))
         while len(slow.sent) < 2:
             await asyncio.sleep(0)
         task.cancel()

@@ -12,7 +12,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any, Self
@@ -21,7 +21,6 @@ import msgspec
 
 from headway.core.errors import ConfigError
 from headway.core.sse import SseEvent, SseParser
-from headway.serving.load.prompts import TextPrompts
 from headway.sim.metrics import NO_TARGETS, RequestRecord, SloTargets
 from headway.sim.workload import TraceRequest
 
@@ -351,9 +350,6 @@ def error_message(body: bytes) -> str:
     return str(value)[:300]
 
 
-# Open-loop load: every request is sent when it is due, however many are still open. None is dropped.
-
-
 @dataclass(frozen=True)
 class LoadResult:
     """Result of a load run."""
@@ -362,50 +358,6 @@ class LoadResult:
     """One per request, in order."""
     interrupted: bool = False
     """Whether the run was stopped before its end."""
-
-
-async def run_open_loop(
-    client: LoadClient,
-    jobs: Iterable[LoadRequest],
-    on_sent: Callable[[], None] = lambda: None,
-    on_done: Callable[[RequestRecord], None] = lambda record: None,
-) -> LoadResult:
-    """Send each job at its `due_s`, ascending, on the client's clock (which starts at zero here).
-
-    Requests are taken from the iterator one ahead of their time, so that long prompts are not all held at once. When
-    the task is cancelled (Ctrl-C), open requests are recorded as cancelled, the remaining ones as not sent. on_sent and
-    on_done: called at each request's start and end.
-    """
-    client.restart_clock()
-    tasks: list[asyncio.Task[RequestRecord]] = []
-    source = iter(jobs)
-    unsent: list[RequestRecord] = []
-    interrupted = False
-
-    async def follow(job: LoadRequest) -> RequestRecord:
-        record = await client.send(job)
-        on_done(record)
-        return record
-
-    job: LoadRequest | None = None
-    try:
-        for job in source:
-            # A late client sends at once and never skips: the delay is part of the latency and of `send_lag`.
-            await asyncio.sleep(max(0.0, job.due_s - client.now()))
-            tasks.append(asyncio.create_task(follow(job)))
-            job = None
-            on_sent()
-        await asyncio.wait(tasks) if tasks else None
-    except asyncio.CancelledError:
-        interrupted = True
-        # The request that was waiting for its time, then those that are still in the iterator.
-        unsent = [not_sent(left) for left in ([job] if job is not None else [])]
-        unsent += [not_sent(left) for left in source]
-        await asyncio.sleep(0)  # a task must have begun for its cancellation to end in a record
-        for task in tasks:
-            task.cancel()
-    records = list(await asyncio.gather(*tasks)) + unsent
-    return LoadResult(records, interrupted)
 
 
 def not_sent(job: LoadRequest) -> RequestRecord:
@@ -420,23 +372,32 @@ def not_sent(job: LoadRequest) -> RequestRecord:
     )
 
 
-async def run_closed_loop(
+async def run_requests(
     client: LoadClient,
     requests: Sequence[TraceRequest],
-    prompts: TextPrompts,
+    prompt: Callable[[TraceRequest], bytes],
     make: Callable[[int, TraceRequest, bytes, float], LoadRequest],
+    answered: Callable[[TraceRequest, list[int]], None] = lambda request, ids: None,
     on_sent: Callable[[], None] = lambda: None,
     on_done: Callable[[RequestRecord], None] = lambda record: None,
 ) -> LoadResult:
-    """Play sessions (`transforms.close_sessions`) and return one record per request, in their order.
+    """Send each request when it is due, however many are open; return one record per request, in their order.
 
-    A failed turn is followed by the next one. `make`: returns what to send, from the request's number, the request, its
-    prompt as JSON and its due time on the client's clock, which starts at zero here. When the task is cancelled, open
-    requests are recorded as cancelled and the others as not sent."""
+    A request is due at its arrival, or, where it waits (`transforms.close_sessions`), its think time after the answer,
+    or the failure, of the one before it in its thread. A late client sends at once and never skips: the delay is part
+    of the latency and of `send_lag`. prompt: makes a request's prompt as JSON, once it is due. make: returns what to
+    send, from the request's number, the request, its prompt and its due time on the client's clock, which starts at
+    zero here. answered: called with the ids of an answer, where they were asked for. When the task is cancelled
+    (Ctrl-C), open requests are recorded as cancelled and the others as not sent.
+    """
     client.restart_clock()
-    threads: dict[tuple[str | None, str], list[int]] = {}
+    threads: list[list[int]] = []
+    latest: dict[tuple[str | None, str], list[int]] = {}
     for number, request in enumerate(requests):
-        threads.setdefault((request.session, request.thread), []).append(number)
+        if not request.waits:
+            threads.append([])
+            latest[request.session, request.thread] = threads[-1]
+        latest[request.session, request.thread].append(number)
     records: dict[int, RequestRecord] = {}
 
     async def play(numbers: Sequence[int]) -> None:
@@ -445,12 +406,12 @@ async def run_closed_loop(
             request = requests[number]
             due_s = ended_s + (request.think_s or 0.0) if request.waits else request.arrival_s
             await asyncio.sleep(max(0.0, due_s - client.now()))
-            job = make(number, request, prompts.prompt(request), due_s)
+            job = make(number, request, prompt(request), due_s)
             on_sent()
             # A cancelled request has a record too: `send` does not raise.
             record = records[number] = await client.send(job)
             if job.answer_ids:
-                prompts.answered(request, job.answer_ids)
+                answered(request, job.answer_ids)
             on_done(record)
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 return
@@ -459,7 +420,7 @@ async def run_closed_loop(
     stopped = False
     try:
         async with asyncio.TaskGroup() as group:
-            for numbers in threads.values():
+            for numbers in threads:
                 group.create_task(play(numbers))
     except asyncio.CancelledError:
         stopped = True

@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,8 +25,7 @@ from headway.serving.load.client import (
     LoadRequest,
     TargetEndpoint,
     first_model,
-    run_closed_loop,
-    run_open_loop,
+    run_requests,
 )
 from headway.serving.load.prompts import SAFE_VOCAB, PromptPool, TextPrompts, machine, versions, vocab_size_of, whole
 from headway.sim.metrics import (
@@ -111,12 +110,15 @@ def run(args: argparse.Namespace) -> int:
         f"{len(requests)} requests {span} to [bold]{model}[/bold]: "
         f"{tokens(total)} prompt tokens (longest {tokens(longest)}), ids below {vocab_size}"
     )
+    job = partial(job_of, goodput=goodput)
     if args.sessions is None:
-        made = jobs(requests, pool, goodput)
-        play = partial(run_open_loop, jobs=made)
+        # Every prompt is new.
+        play = partial(run_requests, prompt=lambda request: pool.json(request.prompt_tokens), make=job)
     else:
-        job = partial(job_of, goodput=goodput, keep_ids=not args.plain_openai)
-        play = partial(run_closed_loop, requests=requests, prompts=TextPrompts(pool), make=job)
+        texts = TextPrompts(pool)
+        job = partial(job, keep_ids=not args.plain_openai)
+        play = partial(run_requests, prompt=texts.prompt, make=job, answered=texts.answered)
+    play = partial(play, requests=requests)
     result = asyncio.run(_with_progress(endpoint, play, len(requests)))
     if args.sessions is not None:
         show(_hits_line(requests, result.records))
@@ -421,12 +423,6 @@ class GoodputTargets:
 
 CACHE_BLOCK = 64
 """Tokens per block of cached prefixes in traces: a prefix that reaches the end may be short by less than this."""
-
-
-def jobs(requests: Sequence[TraceRequest], pool: PromptPool, goodput: GoodputTargets) -> Iterator[LoadRequest]:
-    """Yield one request to send per request of the workload, in order; every prompt is new."""
-    for number, request in enumerate(requests):
-        yield job_of(number, request, pool.json(request.prompt_tokens), request.arrival_s, goodput)
 
 
 def job_of(
