@@ -1,11 +1,13 @@
 """The environment of all tests, whatever the caller has set; Hypothesis, the same on every machine, however slow: no
-deadline, no random seed; and two hosts for some tests.
+deadline, no random seed; coroutines as tests; and two hosts for some.
 
 `HYPOTHESIS_PROFILE=thorough` (`make test-long`) takes more examples of some properties, `explore` other ones.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,3 +38,16 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "deterministic"))
 def hosts() -> Iterator[Hosts]:
     with two_hosts() as made:
         yield made
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a coroutine test that nobody else runs: what it waits for is said a little before pytest ends it."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+
+    async def limited() -> None:
+        async with asyncio.timeout(100):
+            await pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames})
+
+    asyncio.run(limited())
+    return True

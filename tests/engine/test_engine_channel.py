@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,14 +79,6 @@ def opened() -> Iterator[Line]:
         context.term()
 
 
-def go(test: Callable[[Line], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        with opened() as line:
-            await asyncio.wait_for(test(line), 20)
-
-    asyncio.run(bounded())
-
-
 def said(running: int) -> bytes:
     return msgspec.msgpack.encode(IterationOutputs(stats=EngineStats(running=running)))
 
@@ -98,8 +90,8 @@ async def heard(line: Line) -> int:
     return message.stats.running
 
 
-def test_strangers_that_connect_and_leave_cut_nothing() -> None:
-    async def test(line: Line) -> None:
+async def test_strangers_that_connect_and_leave_cut_nothing() -> None:
+    with opened() as line:
         await line.strangers()
         peer = line.peer(TOKEN)
         peer.send(said(1))
@@ -110,14 +102,12 @@ def test_strangers_that_connect_and_leave_cut_nothing() -> None:
         line.line.send([b"to it"])
         assert await asyncio.to_thread(peer.recv) == b"to it"
 
-    go(test)
-
 
 @pytest.mark.parametrize("looked", [True, False])
-def test_the_end_of_its_peer_is_a_cut_and_what_came_before_can_still_be_read(looked: bool) -> None:
+async def test_the_end_of_its_peer_is_a_cut_and_what_came_before_can_still_be_read(looked: bool) -> None:
     """Even where nobody looked while it was there, once it has said a word."""
 
-    async def test(line: Line) -> None:
+    with opened() as line:
         peer = line.peer(TOKEN)
         peer.send(said(1))
         assert await heard(line) == 1
@@ -133,11 +123,9 @@ def test_the_end_of_its_peer_is_a_cut_and_what_came_before_can_still_be_read(loo
         line.line.close()
         assert line.line.disconnected, "it stays"
 
-    go(test)
 
-
-def test_polling_does_not_keep_messages_from_waiting_receivers() -> None:
-    async def test(line: Line) -> None:
+async def test_polling_does_not_keep_messages_from_waiting_receivers() -> None:
+    with opened() as line:
         peer = line.peer(TOKEN)
         for i in range(200):
             waits = asyncio.create_task(heard(line))
@@ -147,5 +135,3 @@ def test_polling_does_not_keep_messages_from_waiting_receivers() -> None:
                 assert not line.line.disconnected
                 await run_ready_tasks(1)
             assert waits.result() == i
-
-    go(test)

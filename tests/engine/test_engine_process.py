@@ -9,13 +9,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from tests.engine.test_engine_restarts import stream, tokens
+from tests.engine.test_engine_restarts import FAKE, serving, stream, tokens
 from tests.helpers.fake_executor import VOCAB, answer
 from tests.helpers.polling import run_ready_tasks, until
 from tests.helpers.process_tree import is_running
@@ -26,209 +25,159 @@ from headway.runtime.engine.config import EngineConfig
 
 
 def make_client(model: str = "fake", **fields: int) -> ProcessEngineClient:
-    return ProcessEngineClient(EngineConfig(model=model, **fields), module="tests.helpers.fake_engine_process")
-
-
-@asynccontextmanager
-async def running(**fields: int) -> AsyncIterator[ProcessEngineClient]:
-    client = make_client(**fields)
-    try:
-        await client.start()
-        yield client
-    finally:
-        await client.close()
-
-
-def go(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        await asyncio.wait_for(test(), 60)
-
-    asyncio.run(bounded())
+    return ProcessEngineClient(EngineConfig(model=model, **fields), module=FAKE)
 
 
 def gone(client: ProcessEngineClient) -> bool:
     return not is_running(client.pid) and not client._folder.path.exists()
 
 
-def test_a_prompt_of_a_million_tokens_arrives_intact_and_close_leaves_nothing() -> None:
+async def test_a_prompt_of_a_million_tokens_arrives_intact_and_close_leaves_nothing() -> None:
     rng = random.Random(0)
     prompt = [rng.randrange(VOCAB) for _ in range(1_000_000)]
 
-    async def test() -> None:
-        async with running() as client:
-            assert await tokens(stream(client, "long", prompt, count=2)) == answer(prompt, 2)
-            assert client.stats.prefill_tokens_total in (0, 1_000_000)
-            assert not gone(client)
-        assert gone(client)
-        await client.close()
-
-    go(test)
+    async with serving() as client:
+        assert await tokens(stream(client, "long", prompt, count=2)) == answer(prompt, 2)
+        assert client.stats.prefill_tokens_total in (0, 1_000_000)
+        assert not gone(client)
+    assert gone(client)
+    await client.close()
 
 
-def test_many_streams_at_once_are_not_mixed_up() -> None:
+async def test_many_streams_at_once_are_not_mixed_up() -> None:
     prompts = {f"r{i}": [i, i + 1, 3 * i] * (1 + i % 40) for i in range(200)}
 
-    async def test() -> None:
-        async with running() as client:
-            lengths = {name: 1 + i % 50 for i, name in enumerate(prompts)}
-            told = await asyncio.gather(
-                *(tokens(stream(client, name, prompt, count=lengths[name])) for name, prompt in prompts.items())
-            )
-            assert told == [answer(prompt, lengths[name]) for name, prompt in prompts.items()]
-
-    go(test)
+    async with serving() as client:
+        lengths = {name: 1 + i % 50 for i, name in enumerate(prompts)}
+        told = await asyncio.gather(
+            *(tokens(stream(client, name, prompt, count=lengths[name])) for name, prompt in prompts.items())
+        )
+        assert told == [answer(prompt, lengths[name]) for name, prompt in prompts.items()]
 
 
-def test_closing_an_iterator_early_aborts_the_request_and_no_other() -> None:
-    async def test() -> None:
-        async with running() as client:
-            endless = stream(client, "endless", [1, 2], count=10**6)
-            other = asyncio.create_task(tokens(stream(client, "other", [3, 4], count=500)))
-            seen = [(await anext(endless)).tokens[0] for _ in range(3)]
-            assert seen == answer([1, 2], 3)
-            await endless.aclose()  # type: ignore[attr-defined]
-            assert await other == answer([3, 4], 500)
-            await client.drain()  # would take a million iterations otherwise
-            assert client.stats.decode_tokens_total < 100_000
-            assert client.stats.running == 0
-
-    go(test)
+async def test_closing_an_iterator_early_aborts_the_request_and_no_other() -> None:
+    async with serving() as client:
+        endless = stream(client, "endless", [1, 2], count=10**6)
+        other = asyncio.create_task(tokens(stream(client, "other", [3, 4], count=500)))
+        seen = [(await anext(endless)).tokens[0] for _ in range(3)]
+        assert seen == answer([1, 2], 3)
+        await endless.aclose()  # type: ignore[attr-defined]
+        assert await other == answer([3, 4], 500)
+        await client.drain()  # would take a million iterations otherwise
+        assert client.stats.decode_tokens_total < 100_000
+        assert client.stats.running == 0
 
 
-def test_refusals_arrive_as_the_errors_that_they_are() -> None:
-    async def test() -> None:
-        async with running(max_queued_requests=1) as client:
-            with pytest.raises(RequestError, match="token ids must be between") as refused:
-                await tokens(stream(client, "bad", [VOCAB]))
-            assert refused.value.param == "prompt"
-            results = await asyncio.gather(
-                *(tokens(stream(client, f"r{i}", [i] * 2000)) for i in range(300)), return_exceptions=True
-            )
-            kinds = {type(result) for result in results}
-            assert kinds == {list, OverloadedError}
-            assert all(r == answer([i] * 2000, 8) for i, r in enumerate(results) if isinstance(r, list))
-
-    go(test)
+async def test_refusals_arrive_as_the_errors_that_they_are() -> None:
+    async with serving(max_queued_requests=1) as client:
+        with pytest.raises(RequestError, match="token ids must be between") as refused:
+            await tokens(stream(client, "bad", [VOCAB]))
+        assert refused.value.param == "prompt"
+        results = await asyncio.gather(
+            *(tokens(stream(client, f"r{i}", [i] * 2000)) for i in range(300)), return_exceptions=True
+        )
+        kinds = {type(result) for result in results}
+        assert kinds == {list, OverloadedError}
+        assert all(r == answer([i] * 2000, 8) for i, r in enumerate(results) if isinstance(r, list))
 
 
-def test_an_id_in_use_is_refused_and_its_first_stream_goes_on() -> None:
-    async def test() -> None:
-        async with running() as client:
-            first = stream(client, "same", [1, 2], count=300)
-            begun = list((await anext(first)).tokens)
-            with pytest.raises(RequestError, match="'same' is in use"):
-                await tokens(stream(client, "same", [3, 4]))
-            assert begun + await tokens(first) == answer([1, 2], 300)
-
-    go(test)
+async def test_an_id_in_use_is_refused_and_its_first_stream_goes_on() -> None:
+    async with serving() as client:
+        first = stream(client, "same", [1, 2], count=300)
+        begun = list((await anext(first)).tokens)
+        with pytest.raises(RequestError, match="'same' is in use"):
+            await tokens(stream(client, "same", [3, 4]))
+        assert begun + await tokens(first) == answer([1, 2], 300)
 
 
-def test_an_engine_that_may_not_start_again_fails_its_streams_and_every_later_one() -> None:
-    async def test() -> None:
-        async with running(max_restarts=0) as client:
-            streams = [stream(client, f"r{i}", [i], count=10**6) for i in range(3)]
-            for one in streams:
-                await anext(one)
-            os.kill(client.pid, signal.SIGKILL)
-            for one in streams:
-                with pytest.raises(UnavailableError, match=r"has ended with signal 9 \(SIGKILL\)"):
-                    await tokens(one)
-            assert client.state == "lost"
+async def test_an_engine_that_may_not_start_again_fails_its_streams_and_every_later_one() -> None:
+    async with serving(max_restarts=0) as client:
+        streams = [stream(client, f"r{i}", [i], count=10**6) for i in range(3)]
+        for one in streams:
+            await anext(one)
+        os.kill(client.pid, signal.SIGKILL)
+        for one in streams:
             with pytest.raises(UnavailableError, match=r"has ended with signal 9 \(SIGKILL\)"):
-                await tokens(stream(client, "late", [1]))
-            await client.drain()
-        assert gone(client)
-
-    go(test)
+                await tokens(one)
+        assert client.state == "lost"
+        with pytest.raises(UnavailableError, match=r"has ended with signal 9 \(SIGKILL\)"):
+            await tokens(stream(client, "late", [1]))
+        await client.drain()
+    assert gone(client)
 
 
 @pytest.mark.parametrize(
     ("model", "words"), [("foreseen", "the checkpoint has no tensors"), ("silent", "exit code 3 while starting")]
 )
-def test_an_engine_that_cannot_start_fails_all_waiting_callers(model: str, words: str) -> None:
-    async def test() -> None:
-        client = make_client(model)
-        try:
-            assert client.state == "starting"
-            results = await asyncio.gather(client.start(), client.start(), return_exceptions=True)
-            assert [type(result) for result in results] == [ConfigError, ConfigError]
-            with pytest.raises(ConfigError, match=words):
-                await client.start()
-            assert words in (client.failure or "")
-            with pytest.raises(UnavailableError):
-                await tokens(stream(client, "late", [1]))
-        finally:
-            await client.close()
-        assert gone(client)
-
-    go(test)
+async def test_an_engine_that_cannot_start_fails_all_waiting_callers(model: str, words: str) -> None:
+    client = make_client(model)
+    try:
+        assert client.state == "starting"
+        results = await asyncio.gather(client.start(), client.start(), return_exceptions=True)
+        assert [type(result) for result in results] == [ConfigError, ConfigError]
+        with pytest.raises(ConfigError, match=words):
+            await client.start()
+        assert words in (client.failure or "")
+        with pytest.raises(UnavailableError):
+            await tokens(stream(client, "late", [1]))
+    finally:
+        await client.close()
+    assert gone(client)
 
 
-def test_an_engine_that_hangs_while_starting_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_hangs_while_starting_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.runtime.engine.process.START_TIMEOUT_S", 0.5)
 
-    async def test() -> None:
-        client = make_client("hangs", worker_timeout_s=1)
-        try:
-            with pytest.raises(ConfigError, match=r"sent no heartbeat for 0.5 s: it hangs"):
-                await client.start()
-        finally:
-            await client.close()
-        assert gone(client)
-
-    go(test)
-
-
-def test_start_may_be_awaited_by_two_and_again() -> None:
-    async def test() -> None:
-        client = make_client()
-        try:
-            with pytest.raises(UnavailableError, match="still starting"):
-                _ = client.info
-            one, two = await asyncio.gather(client.start(), client.start())
-            assert one is two is client.info is await client.start()
-            assert client.state == "ready"
-            assert await tokens(stream(client, "a", [1])) == answer([1], 8)
-        finally:
-            await client.close()
-
-    go(test)
-
-
-def test_closing_wakes_all_waiting_callers() -> None:
-    async def test() -> None:
-        client = make_client()
-        starting = asyncio.create_task(client.start())
-        await run_ready_tasks()  # it waits now
+    client = make_client("hangs", worker_timeout_s=1)
+    try:
+        with pytest.raises(ConfigError, match=r"sent no heartbeat for 0.5 s: it hangs"):
+            await client.start()
+    finally:
         await client.close()
-        with pytest.raises(UnavailableError, match="closing"):
-            await starting
-        assert gone(client)
-        async with running() as second:
-            endless = stream(second, "endless", [1], count=10**6)
-            await anext(endless)
-        with pytest.raises(UnavailableError, match="the server is ending"):
-            await tokens(endless)
-
-    go(test)
+    assert gone(client)
 
 
-def test_drain_finishes_what_was_accepted_and_the_engine_ends_by_itself() -> None:
-    async def test() -> None:
-        async with running() as client:
-            accepted = [stream(client, f"r{i}", [i] * 300, count=200) for i in range(5)]
-            firsts = [list((await anext(one)).tokens) for one in accepted]
-            rest = [asyncio.create_task(tokens(one)) for one in accepted]
-            draining = asyncio.create_task(client.drain())
-            await run_ready_tasks(1)
-            with pytest.raises(UnavailableError, match="draining"):
-                await tokens(stream(client, "late", [1]))
-            await draining
-            told = await asyncio.gather(*rest)
-            assert [a + b for a, b in zip(firsts, told, strict=True)] == [answer([i] * 300, 200) for i in range(5)]
-            assert client._engine.process.process.poll() == 0
+async def test_start_may_be_awaited_by_two_and_again() -> None:
+    client = make_client()
+    try:
+        with pytest.raises(UnavailableError, match="still starting"):
+            _ = client.info
+        one, two = await asyncio.gather(client.start(), client.start())
+        assert one is two is client.info is await client.start()
+        assert client.state == "ready"
+        assert await tokens(stream(client, "a", [1])) == answer([1], 8)
+    finally:
+        await client.close()
 
-    go(test)
+
+async def test_closing_wakes_all_waiting_callers() -> None:
+    client = make_client()
+    starting = asyncio.create_task(client.start())
+    await run_ready_tasks()  # it waits now
+    await client.close()
+    with pytest.raises(UnavailableError, match="closing"):
+        await starting
+    assert gone(client)
+    async with serving() as second:
+        endless = stream(second, "endless", [1], count=10**6)
+        await anext(endless)
+    with pytest.raises(UnavailableError, match="the server is ending"):
+        await tokens(endless)
+
+
+async def test_drain_finishes_what_was_accepted_and_the_engine_ends_by_itself() -> None:
+    async with serving() as client:
+        accepted = [stream(client, f"r{i}", [i] * 300, count=200) for i in range(5)]
+        firsts = [list((await anext(one)).tokens) for one in accepted]
+        rest = [asyncio.create_task(tokens(one)) for one in accepted]
+        draining = asyncio.create_task(client.drain())
+        await run_ready_tasks(1)
+        with pytest.raises(UnavailableError, match="draining"):
+            await tokens(stream(client, "late", [1]))
+        await draining
+        told = await asyncio.gather(*rest)
+        assert [a + b for a, b in zip(firsts, told, strict=True)] == [answer([i] * 300, 200) for i in range(5)]
+        assert client._engine.process.process.poll() == 0
 
 
 ORPHAN = """

@@ -8,7 +8,8 @@ import os
 import signal
 import time
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 from tests.helpers.fake_executor import answer
@@ -21,18 +22,18 @@ from headway.runtime.engine.config import EngineConfig, accumulate_counters
 from headway.runtime.engine.process import EngineProcess, start_engine
 from headway.runtime.engine.protocol import EngineStats, OutputDelta, SubmitRequest
 
+FAKE = "tests.helpers.fake_engine_process"
 
-def go(test: Callable[[ProcessEngineClient], Awaitable[None]], model: str = "fake", **fields: float) -> None:
-    async def bounded() -> None:
-        client = ProcessEngineClient(EngineConfig(model=model, **fields), module="tests.helpers.fake_engine_process")
-        try:
-            async with asyncio.timeout(60):
-                await client.start()
-                await test(client)
-        finally:
-            await client.close()
 
-    asyncio.run(bounded())
+@asynccontextmanager
+async def serving(model: str = "fake", **fields: float) -> AsyncIterator[ProcessEngineClient]:
+    """A client whose engine has started."""
+    client = ProcessEngineClient(EngineConfig(model=model, **fields), module=FAKE, template_module=FAKE)
+    try:
+        await client.start()
+        yield client
+    finally:
+        await client.close()
 
 
 def stream(client: ProcessEngineClient, name: str, prompt: list[int], count: int = 8) -> AsyncIterator[OutputDelta]:
@@ -54,8 +55,8 @@ async def tokens(deltas: AsyncIterator[OutputDelta], some: int = 10**9) -> list[
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
-def test_streams_continue_after_an_engine_restart(fault: signal.Signals) -> None:
-    async def test(client: ProcessEngineClient) -> None:
+async def test_streams_continue_after_an_engine_restart(fault: signal.Signals) -> None:
+    async with serving(engine_timeout_s=1.0) as client:
         prompts = {f"r{i}": [i, 2 * i + 1] * (1 + i) for i in range(8)}
         streams = {name: stream(client, name, prompt, 3_000) for name, prompt in prompts.items()}
         told = {name: await tokens(one, 3) for name, one in streams.items()}
@@ -78,19 +79,15 @@ def test_streams_continue_after_an_engine_restart(fault: signal.Signals) -> None
         assert client.stats.engine_restarts_total == 1
         assert client.stats.decode_tokens_total >= counted
 
-    go(test, engine_timeout_s=1.0)
 
-
-def test_an_iteration_that_never_ends_is_noticed_though_heartbeats_come() -> None:
-    async def test(client: ProcessEngineClient) -> None:
+async def test_an_iteration_that_never_ends_is_noticed_though_heartbeats_come() -> None:
+    async with serving(model="stuck", worker_timeout_s=1.0) as client:
         assert await tokens(stream(client, "a", [1, 2], 100)) == answer([1, 2], 100)
         assert client.stats.engine_restarts_total == 1
 
-    go(test, model="stuck", worker_timeout_s=1.0)
 
-
-def test_draining_goes_on_after_a_restart() -> None:
-    async def test(client: ProcessEngineClient) -> None:
+async def test_draining_goes_on_after_a_restart() -> None:
+    async with serving() as client:
         one = stream(client, "a", [1, 2], 3_000)
         told = await tokens(one, 2)
         draining = asyncio.create_task(client.drain())
@@ -101,11 +98,9 @@ def test_draining_goes_on_after_a_restart() -> None:
         with pytest.raises(UnavailableError):
             await tokens(stream(client, "late", [1], 1))
 
-    go(test)
 
-
-def test_an_engine_that_dies_again_and_again_is_given_up() -> None:
-    async def test(client: ProcessEngineClient) -> None:
+async def test_an_engine_that_dies_again_and_again_is_given_up() -> None:
+    async with serving(max_restarts=1) as client:
         one = stream(client, "a", [1, 2], 10**7)
         await tokens(one, 2)
         first = client.pid
@@ -117,14 +112,12 @@ def test_an_engine_that_dies_again_and_again_is_given_up() -> None:
         assert client.state == "lost"
         assert "the engine started again 1 times within 60 s of running" in (client.failure or "")
 
-    go(test, max_restarts=1)
 
-
-def test_an_engine_that_cannot_be_started_again_ends_what_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_cannot_be_started_again_ends_what_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    async def test(client: ProcessEngineClient) -> None:
+    async with serving() as client:
         one = stream(client, "a", [1, 2], 10**7)
         await tokens(one, 2)
         draining = asyncio.create_task(client.drain())
@@ -136,43 +129,35 @@ def test_an_engine_that_cannot_be_started_again_ends_what_waits_for_it(monkeypat
         assert client.state == "lost"
         assert "Cannot allocate memory" in (client.failure or "")
 
-    go(test)
 
-
-def test_an_engine_with_unreadable_messages_is_ended() -> None:
-    async def test(client: ProcessEngineClient) -> None:
+async def test_an_engine_with_unreadable_messages_is_ended() -> None:
+    async with serving(model="garbles") as client:
         with pytest.raises(UnavailableError, match="cannot be looked after"):
             await tokens(stream(client, "a", [1, 2], 10**7))
         assert client.state == "lost"
         await eventually(lambda: client._engine.process.process.ended is not None)
         await client.drain()
 
-    go(test, model="garbles")
 
-
-def test_a_restart_that_cannot_load_is_not_the_last() -> None:
-    async def test(client: ProcessEngineClient) -> None:
+async def test_a_restart_that_cannot_load_is_not_the_last() -> None:
+    async with serving(model="stumbles", max_restarts=2) as client:
         one = stream(client, "a", [1, 2], 3_000)
         told = await tokens(one, 2)
         os.kill(client.pid, signal.SIGKILL)
         assert told + await tokens(one) == answer([1, 2], 3_000)
         assert client.stats.engine_restarts_total == 2
 
-    go(test, model="stumbles", max_restarts=2)
 
-
-def test_a_restart_that_never_loads_is_given_up_with_its_own_error() -> None:
-    async def test(client: ProcessEngineClient) -> None:
+async def test_a_restart_that_never_loads_is_given_up_with_its_own_error() -> None:
+    async with serving(model="stumbles", max_restarts=1) as client:
         one = stream(client, "a", [1, 2], 10**7)
         await tokens(one, 2)
         os.kill(client.pid, signal.SIGKILL)
         with pytest.raises(UnavailableError, match="the cache does not fit; the engine started again 1 times"):
             await tokens(one)
 
-    go(test, model="stumbles", max_restarts=1)
 
-
-def test_a_restarted_engine_has_the_cache_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_restarted_engine_has_the_cache_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[EngineConfig] = []
 
     def spied(config: EngineConfig, *rest: object, **named: object) -> EngineProcess:
@@ -181,7 +166,7 @@ def test_a_restarted_engine_has_the_cache_of_the_first(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("headway.runtime.engine.client.start_engine", spied)
 
-    async def test(client: ProcessEngineClient) -> None:
+    async with serving() as client:
         for _ in range(2):
             pid = client.pid
             os.kill(pid, signal.SIGKILL)
@@ -189,18 +174,14 @@ def test_a_restarted_engine_has_the_cache_of_the_first(monkeypatch: pytest.Monke
         assert client.info.kv_bytes == 4
         assert [config.kv_cache_bytes for config in seen] == [None, 4, 4]
 
-    go(test)
 
-
-def test_a_final_error_of_a_dying_engine_is_final() -> None:
-    async def test(client: ProcessEngineClient) -> None:
+async def test_a_final_error_of_a_dying_engine_is_final() -> None:
+    async with serving(model="worn") as client:
         with pytest.raises(UnavailableError, match="the workers were lost 4 times in a row"):
             await tokens(stream(client, "a", [1, 2], 10**7))
         assert client.state == "lost"
         assert client.failure == "the workers were lost 4 times in a row"
         assert client.stats.engine_restarts_total == 0
-
-    go(test, model="worn")
 
 
 def test_counters_never_fall() -> None:
@@ -213,8 +194,8 @@ def test_counters_never_fall() -> None:
     assert two.stage_busy_s == ((0, 0, 2.5),)
 
 
-def test_an_engine_that_is_gone_for_good_holds_nothing_and_has_counted_what_it_did() -> None:
-    async def test(client: ProcessEngineClient) -> None:
+async def test_an_engine_that_is_gone_for_good_holds_nothing_and_has_counted_what_it_did() -> None:
+    async with serving(max_restarts=0) as client:
         streams = [stream(client, f"r{i}", [i, 1], 10**7) for i in range(3)]
         for one in streams:
             await tokens(one, 2)
@@ -227,5 +208,3 @@ def test_an_engine_that_is_gone_for_good_holds_nothing_and_has_counted_what_it_d
         assert stats.iterations_total > 0
         assert stats.decode_tokens_total > 0
         assert stats.prefill_tokens_total >= 4
-
-    go(test, max_restarts=0)

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -180,13 +180,6 @@ async def within(seconds: float) -> AsyncIterator[None]:
         yield
 
 
-def go(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        await asyncio.wait_for(test(), 60)
-
-    asyncio.run(bounded())
-
-
 async def said(engine: EngineProcess, kind: type) -> Any:
     """The next message of a kind."""
     async with within(20.0):
@@ -225,137 +218,121 @@ def test_a_process_asked_for_after_ray_was_left_has_ended() -> None:
         assert process.ended == "was told to end"
 
 
-def test_engines_of_two_hosts_answer_independently() -> None:
+async def test_engines_of_two_hosts_answer_independently() -> None:
     """One is drained, one killed, and of one the host is lost; what waits for the host starts when it is back."""
 
-    async def test() -> None:
-        with hosts() as cluster:
-            one, two, three = (cluster.engine(number) for number in (1, 2, 3))
-            for engine in (one, two, three):
-                await said(engine, EngineInfo)
-                engine.ready()
-                submit(engine, "a", [4, 5, 6], time.monotonic())
-                deltas = await answered(engine, 5)
-                assert [token for delta in deltas for token in delta.tokens] == answer([4, 5, 6], 5)
-                assert abs(deltas[-1].emitted_s - time.monotonic()) < 5.0
-                assert abs(engine.ahead_s) < 0.1, "both have one clock"
-            one.send([msgspec.msgpack.encode(EndProcess())])
-            assert await one.wait_until_exited() == "(on host 1) has ended with exit code 0"
-            os.kill(await pid(two), signal.SIGKILL)
-            assert await two.wait_until_exited() == "(on host 2) has ended with signal 9 (SIGKILL)"
-            orphan = await pid(three)
-            cluster.actors[1].lose()
-            assert await three.wait_until_exited() == "was on host 2, which is lost"
-            await eventually(lambda: not is_running(orphan))
-            waiting = cluster.engine(3)
-            await asyncio.sleep(0.2)
-            assert waiting.process.pid is None
-            cluster.actors[1].come()
-            await said(waiting, EngineInfo)
-            last = await pid(waiting)
-        await eventually(lambda: not is_running(last))
-
-    go(test)
+    with hosts() as cluster:
+        one, two, three = (cluster.engine(number) for number in (1, 2, 3))
+        for engine in (one, two, three):
+            await said(engine, EngineInfo)
+            engine.ready()
+            submit(engine, "a", [4, 5, 6], time.monotonic())
+            deltas = await answered(engine, 5)
+            assert [token for delta in deltas for token in delta.tokens] == answer([4, 5, 6], 5)
+            assert abs(deltas[-1].emitted_s - time.monotonic()) < 5.0
+            assert abs(engine.ahead_s) < 0.1, "both have one clock"
+        one.send([msgspec.msgpack.encode(EndProcess())])
+        assert await one.wait_until_exited() == "(on host 1) has ended with exit code 0"
+        os.kill(await pid(two), signal.SIGKILL)
+        assert await two.wait_until_exited() == "(on host 2) has ended with signal 9 (SIGKILL)"
+        orphan = await pid(three)
+        cluster.actors[1].lose()
+        assert await three.wait_until_exited() == "was on host 2, which is lost"
+        await eventually(lambda: not is_running(orphan))
+        waiting = cluster.engine(3)
+        await asyncio.sleep(0.2)
+        assert waiting.process.pid is None
+        cluster.actors[1].come()
+        await said(waiting, EngineInfo)
+        last = await pid(waiting)
+    await eventually(lambda: not is_running(last))
 
 
-def test_the_times_of_another_clock_are_known_to_a_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_times_of_another_clock_are_known_to_a_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
     async def later(self: HostActor) -> float:
         return time.monotonic() + 1e6
 
     monkeypatch.setattr(HostActor, "now", later)
 
-    async def test() -> None:
-        with hosts() as cluster:
-            engine = cluster.engine(1)
-            await said(engine, EngineInfo)
-            await eventually(lambda: engine.ahead_s)
-            assert abs(engine.ahead_s + 1e6) < 0.5
-            assert cluster.hosts.ahead_s(0) == cluster.hosts.ahead_s(2) == 0.0
-
-    go(test)
+    with hosts() as cluster:
+        engine = cluster.engine(1)
+        await said(engine, EngineInfo)
+        await eventually(lambda: engine.ahead_s)
+        assert abs(engine.ahead_s + 1e6) < 0.5
+        assert cluster.hosts.ahead_s(0) == cluster.hosts.ahead_s(2) == 0.0
 
 
-def test_an_engine_that_is_ended_before_its_host_is_there_never_runs() -> None:
-    async def test() -> None:
-        with hosts() as cluster:
-            cluster.actors[0].lose()
-            engine = cluster.engine(1)
-            engine.end()
-            assert engine.process.ended == "was told to end"
-            cluster.actors[0].come()
-            await asyncio.sleep(1.2)  # longer than the interval of tries
-            assert engine.process.pid is None
-
-    go(test)
+async def test_an_engine_that_is_ended_before_its_host_is_there_never_runs() -> None:
+    with hosts() as cluster:
+        cluster.actors[0].lose()
+        engine = cluster.engine(1)
+        engine.end()
+        assert engine.process.ended == "was told to end"
+        cluster.actors[0].come()
+        await asyncio.sleep(1.2)  # longer than the interval of tries
+        assert engine.process.pid is None
 
 
-def test_a_process_that_the_system_refuses_to_start_is_told_from_a_lost_host(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_the_system_refuses_to_start_is_told_from_a_lost_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refused(*_: object) -> None:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr("headway.runtime.launcher.ray_hosts.spawn", refused)
 
-    async def test() -> None:
-        with hosts() as cluster:
-            engine = cluster.engine(1)
-            assert "(on host 1) cannot be started: " in await engine.wait_until_exited()
-            assert not engine.abandoned
-
-    go(test)
+    with hosts() as cluster:
+        engine = cluster.engine(1)
+        assert "(on host 1) cannot be started: " in await engine.wait_until_exited()
+        assert not engine.abandoned
 
 
-def test_a_hanging_remote_engine_is_noticed_and_ended() -> None:
-    async def test() -> None:
-        with hosts() as cluster:
-            engine = cluster.engine(1, worker_timeout_s=1.0)
-            await said(engine, EngineInfo)
-            engine.ready()
-            hung = await pid(engine)
-            os.kill(hung, signal.SIGSTOP)
-            assert await engine.wait_until_exited() == "sent no heartbeat for 1 s: it hangs, or is cut off"
-            engine.end()
-            await eventually(lambda: not is_running(hung))
-
-    go(test)
+async def test_a_hanging_remote_engine_is_noticed_and_ended() -> None:
+    with hosts() as cluster:
+        engine = cluster.engine(1, worker_timeout_s=1.0)
+        await said(engine, EngineInfo)
+        engine.ready()
+        hung = await pid(engine)
+        os.kill(hung, signal.SIGSTOP)
+        assert await engine.wait_until_exited() == "sent no heartbeat for 1 s: it hangs, or is cut off"
+        engine.end()
+        await eventually(lambda: not is_running(hung))
 
 
-def test_only_its_own_process_can_speak_at_its_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_its_own_process_can_speak_at_its_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one without a key, nor one with that of the hosts, nor another engine."""
 
-    async def test() -> None:
-        with hosts() as cluster:
-            launches: list[str] = []
-            launch = cluster.hosts.launch
+    with hosts() as cluster:
+        launches: list[str] = []
+        launch = cluster.hosts.launch
 
-            def spied(number: int, endpoint: str, settings: bytes, module: str) -> Any:
-                launches.append(endpoint)
-                return launch(number, endpoint, settings, module)
+        def spied(number: int, endpoint: str, settings: bytes, module: str) -> Any:
+            launches.append(endpoint)
+            return launch(number, endpoint, settings, module)
 
-            monkeypatch.setattr(cluster.hosts, "launch", spied)
-            cluster.actors[0].lose()
-            engine = cluster.engine(1)
-            where, _ = split_endpoints(launches[0])
-            context = zmq.Context()
-            for token in (None, cluster.hosts.token):
-                stranger = context.socket(zmq.PAIR)
-                stranger.linger = 0
-                if token is not None:
-                    guard_client(stranger, token)
-                stranger.connect(where)
-                stranger.send(msgspec.msgpack.encode(IterationOutputs(stats=EngineStats(running=7))))
-                with pytest.raises(TimeoutError):
-                    async with within(0.5):
-                        await engine.receive()
-                stranger.close()
-            context.term()
-            cluster.actors[0].come()
-            async with within(20.0):
-                assert isinstance(await engine.receive(), EngineInfo), "the strangers have not taken its place"
-
-    go(test)
+        monkeypatch.setattr(cluster.hosts, "launch", spied)
+        cluster.actors[0].lose()
+        engine = cluster.engine(1)
+        where, _ = split_endpoints(launches[0])
+        context = zmq.Context()
+        for token in (None, cluster.hosts.token):
+            stranger = context.socket(zmq.PAIR)
+            stranger.linger = 0
+            if token is not None:
+                guard_client(stranger, token)
+            stranger.connect(where)
+            stranger.send(msgspec.msgpack.encode(IterationOutputs(stats=EngineStats(running=7))))
+            with pytest.raises(TimeoutError):
+                async with within(0.5):
+                    await engine.receive()
+            stranger.close()
+        context.term()
+        cluster.actors[0].come()
+        async with within(20.0):
+            assert isinstance(await engine.receive(), EngineInfo), "the strangers have not taken its place"
 
 
-def test_a_host_that_does_not_come_back_in_time_fails_its_instances_once() -> None:
+async def test_a_host_that_does_not_come_back_in_time_fails_its_instances_once() -> None:
     class Told:
         ends: list[int] = []
 
@@ -365,22 +342,19 @@ def test_a_host_that_does_not_come_back_in_time_fails_its_instances_once() -> No
         def ended(self, number: int) -> None:
             self.ends.append(number)
 
-    async def test() -> None:
-        with hosts(patience_s=1.5) as cluster:
-            launch = launcher(1, Path(__file__).parent, FAKE, hosts=cluster.hosts, secret="shared")
-            instance = LiveInstance(1, "mixed", 1, 0, EngineConfig(model="elsewhere"), launch, 0, 1)
-            life = asyncio.create_task(instance.look_after(Told()))
-            await eventually(lambda: instance.state == "ready")
-            cluster.actors[0].lose()
-            await eventually(lambda: instance.state == "lost")
-            assert instance.pid == 0
-            await life
-            assert instance.state == "failed"
-            assert instance.failure is not None
-            assert "was on host 1, which has not come back for 1.5 s" in instance.failure
-            assert instance.stats.engine_restarts_total == 1
-
-    go(test)
+    with hosts(patience_s=1.5) as cluster:
+        launch = launcher(1, Path(__file__).parent, FAKE, hosts=cluster.hosts, secret="shared")
+        instance = LiveInstance(1, "mixed", 1, 0, EngineConfig(model="elsewhere"), launch, 0, 1)
+        life = asyncio.create_task(instance.look_after(Told()))
+        await eventually(lambda: instance.state == "ready")
+        cluster.actors[0].lose()
+        await eventually(lambda: instance.state == "lost")
+        assert instance.pid == 0
+        await life
+        assert instance.state == "failed"
+        assert instance.failure is not None
+        assert "was on host 1, which has not come back for 1.5 s" in instance.failure
+        assert instance.stats.engine_restarts_total == 1
 
 
 def test_a_host_that_does_not_match_is_named_with_the_reason(tmp_path: Path) -> None:

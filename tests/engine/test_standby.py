@@ -10,13 +10,12 @@ import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from tests.engine.test_engine_restarts import stream, tokens
+from tests.engine.test_engine_restarts import FAKE, serving, stream, tokens
 from tests.helpers.fake_executor import answer
 from tests.helpers.polling import eventually, until
 from tests.helpers.process_tree import child_pids, ends_soon
@@ -33,22 +32,6 @@ from headway.runtime.engine.protocol import SubmitRequest
 from headway.runtime.launcher import standby as engine_template
 from headway.runtime.launcher.standby import EngineTemplate, ForkedEngine, TemplatePool
 
-FAKE = "tests.helpers.fake_engine_process"
-
-
-def go(test: Callable[[ProcessEngineClient], Awaitable[None]], **fields: object) -> None:
-    async def bounded() -> None:
-        config = EngineConfig(model="fake", standby=True, **fields)
-        client = ProcessEngineClient(config, template_module=FAKE)
-        try:
-            async with asyncio.timeout(60):
-                await client.start()
-                await test(client)
-        finally:
-            await client.close()
-
-    asyncio.run(bounded())
-
 
 def template_pid(client: ProcessEngineClient) -> int:
     assert client._template is not None
@@ -58,8 +41,8 @@ def template_pid(client: ProcessEngineClient) -> int:
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-def test_streams_go_on_in_another_fork_of_the_same_template(fault: signal.Signals) -> None:
-    async def test(client: ProcessEngineClient) -> None:
+async def test_streams_go_on_in_another_fork_of_the_same_template(fault: signal.Signals) -> None:
+    async with serving(standby=True, engine_timeout_s=1.0) as client:
         prompts = {f"r{i}": [i, 2 * i + 1] * (1 + i) for i in range(4)}
         streams = {name: stream(client, name, prompt, 3_000) for name, prompt in prompts.items()}
         received = {name: await tokens(one, 3) for name, one in streams.items()}
@@ -75,11 +58,9 @@ def test_streams_go_on_in_another_fork_of_the_same_template(fault: signal.Signal
         assert ends_soon(engine)
         await eventually(lambda: client.stats.engine_restarts_total == 1)
 
-    go(test, engine_timeout_s=1.0)
 
-
-def test_a_killed_template_is_replaced_while_its_engine_goes_on() -> None:
-    async def test(client: ProcessEngineClient) -> None:
+async def test_a_killed_template_is_replaced_while_its_engine_goes_on() -> None:
+    async with serving(standby=True) as client:
         one = stream(client, "a", [1, 2], 3_000)
         received = await tokens(one, 3)
         template, engine = template_pid(client), client.pid
@@ -92,8 +73,6 @@ def test_a_killed_template_is_replaced_while_its_engine_goes_on() -> None:
         # All may have been computed before the engine was killed.
         await eventually(lambda: client.pid not in (0, engine))
         assert child_pids(template_pid(client)) == [client.pid]
-
-    go(test)
 
 
 def test_a_template_that_ends_while_it_loads_leaves_no_zombie() -> None:
@@ -108,18 +87,16 @@ def test_a_template_that_ends_while_it_loads_leaves_no_zombie() -> None:
         template.kill()
 
 
-def test_an_engine_whose_template_was_killed_drains_and_nothing_is_left_behind() -> None:
+async def test_an_engine_whose_template_was_killed_drains_and_nothing_is_left_behind() -> None:
     pids: list[int] = []
 
-    async def test(client: ProcessEngineClient) -> None:
+    async with serving(standby=True) as client:
         template = template_pid(client)
         os.kill(template, signal.SIGKILL)
         await eventually(lambda: template_pid(client) != template)
         pids.extend((template_pid(client), client.pid))
         await client.drain()
         assert client.failure is None
-
-    go(test)
     assert all(ends_soon(pid) for pid in pids)
 
 
@@ -152,20 +129,18 @@ def test_a_forked_engine_ends_when_its_server_is_killed(without_template: bool, 
     assert ends_soon(int(done.stdout))
 
 
-def test_the_first_process_of_a_container_reaps_an_engine_whose_template_was_killed() -> None:
+async def test_the_first_process_of_a_container_reaps_an_engine_whose_template_was_killed() -> None:
     adopt, libc = 36, ctypes.CDLL(None)  # PR_SET_CHILD_SUBREAPER: orphans become children, as the first process's do
     libc.prctl(adopt, 1)
 
-    async def test(client: ProcessEngineClient) -> None:
-        template, engine = template_pid(client), client.pid
-        os.kill(template, signal.SIGKILL)
-        await eventually(lambda: template_pid(client) != template)
-        os.kill(engine, signal.SIGTERM)
-        await eventually(lambda: client.pid not in (0, engine))
-        assert not Path(f"/proc/{engine}").exists()
-
     try:
-        go(test)
+        async with serving(standby=True) as client:
+            template, engine = template_pid(client), client.pid
+            os.kill(template, signal.SIGKILL)
+            await eventually(lambda: template_pid(client) != template)
+            os.kill(engine, signal.SIGTERM)
+            await eventually(lambda: client.pid not in (0, engine))
+            assert not Path(f"/proc/{engine}").exists()
     finally:
         libc.prctl(adopt, 0)
 
@@ -201,17 +176,15 @@ def test_an_engine_that_ends_while_its_template_loads_is_not_waited_for(tmp_path
 
 
 @pytest.mark.long
-def test_a_stopped_template_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stopped_template_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.runtime.launcher.standby._ANSWER_S", 0.3)
 
-    async def test(client: ProcessEngineClient) -> None:
+    async with serving(standby=True) as client:
         one = stream(client, "a", [1, 2], 3_000)
         received = await tokens(one, 3)
         os.kill(template_pid(client), signal.SIGSTOP)
         os.kill(client.pid, signal.SIGKILL)
         assert received + await tokens(one) == answer([1, 2], 3_000)
-
-    go(test)
 
 
 def test_a_model_that_cannot_be_loaded_is_reported_in_its_own_words() -> None:

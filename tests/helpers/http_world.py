@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from array import array
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,21 +20,6 @@ from headway.runtime.embedded import model_path
 from headway.runtime.engine.protocol import SubmitRequest
 
 RATES = MachineRates(linear_flops=1e10, attention_flops=1e10, bandwidth=1e10, name="a made-up machine")
-
-
-def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a test's coroutine, for a minute at most."""
-
-    async def limited() -> None:
-        async with asyncio.timeout(60):
-            await work()
-
-    asyncio.run(limited())
-
-
-async def until(true: Callable[[], bool]) -> None:
-    while not true():
-        await asyncio.sleep(0.01)
 
 
 def request(name: str, prompt: Sequence[int], output: int, **params: Any) -> SubmitRequest:

@@ -9,7 +9,8 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from tests.helpers.http_world import ask, cluster_of, request, run, server_of, stream, until
+from tests.helpers.http_world import ask, cluster_of, request, server_of, stream
+from tests.helpers.polling import eventually
 from tests.helpers.token_server import TokenServer, greedy
 
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
@@ -25,7 +26,7 @@ DOCUMENT = [2 + i % 250 for i in range(400)]
 async def chat_beside_document(cluster: ClusterClient, server: TokenServer) -> None:
     """A chat that comes while a document is computed is answered first, and both are right."""
     long = asyncio.create_task(ask(cluster, "document", DOCUMENT, 3))
-    await until(lambda: server.running == 1)
+    await eventually(lambda: server.running == 1)
     assert await ask(cluster, "chat", PROMPT, 3) == greedy(PROMPT, 3)
     assert not long.done()
     assert await long == greedy(DOCUMENT, 3)
@@ -36,275 +37,221 @@ def resume(servers: list[TokenServer]) -> None:
         server.pause_at = None
 
 
-def test_requests_are_spread_and_answered_as_by_one_server() -> None:
-    async def work() -> None:
-        servers = [TokenServer(gap_s=0.001), TokenServer(gap_s=0.001)]
-        async with cluster_of(servers) as cluster:
-            answers = await asyncio.gather(*(ask(cluster, f"r{i}", [i + 2, 3, 4], 20) for i in range(12)))
-            assert answers == [greedy([i + 2, 3, 4], 20) for i in range(12)]
-            assert all(len(server.seen) >= 3 for server in servers)
-            assert cluster.info.max_model_len == 4096
-            assert cluster.info.kv_tokens_total == 2 * 16384
-
-    run(work)
+async def test_requests_are_spread_and_answered_as_by_one_server() -> None:
+    servers = [TokenServer(gap_s=0.001), TokenServer(gap_s=0.001)]
+    async with cluster_of(servers) as cluster:
+        answers = await asyncio.gather(*(ask(cluster, f"r{i}", [i + 2, 3, 4], 20) for i in range(12)))
+        assert answers == [greedy([i + 2, 3, 4], 20) for i in range(12)]
+        assert all(len(server.seen) >= 3 for server in servers)
+        assert cluster.info.max_model_len == 4096
+        assert cluster.info.kv_tokens_total == 2 * 16384
 
 
-def test_an_answer_goes_on_elsewhere_when_its_stream_breaks_off() -> None:
-    async def work() -> None:
-        servers = [TokenServer(break_after=6), TokenServer()]
-        async with cluster_of(servers) as cluster:
-            assert await ask(cluster, "r", PROMPT, 15) == greedy(PROMPT, 15)
-            again = servers[1].seen[0] if servers[1].seen else servers[0].seen[1]
-            assert again.body["prompt"] == PROMPT + greedy(PROMPT, 6)
-            assert again.body["max_tokens"] == 9
-
-    run(work)
+async def test_an_answer_goes_on_elsewhere_when_its_stream_breaks_off() -> None:
+    servers = [TokenServer(break_after=6), TokenServer()]
+    async with cluster_of(servers) as cluster:
+        assert await ask(cluster, "r", PROMPT, 15) == greedy(PROMPT, 15)
+        again = servers[1].seen[0] if servers[1].seen else servers[0].seen[1]
+        assert again.body["prompt"] == PROMPT + greedy(PROMPT, 6)
+        assert again.body["max_tokens"] == 9
 
 
 @pytest.mark.parametrize(
     ("placement", "options"),
     [("jsq", {}), ("fifo", {"long_sp": 1}), ("ladder", {})],
 )
-def test_a_killed_server_costs_no_answer_and_serves_again_when_it_is_back(
+async def test_a_killed_server_costs_no_answer_and_serves_again_when_it_is_back(
     placement: str, options: dict[str, Any]
 ) -> None:
-    async def work() -> None:
-        servers = [TokenServer(pause_at=5), TokenServer(pause_at=5)]
-        async with cluster_of(servers, placement, options) as cluster:
-            asked = [asyncio.create_task(ask(cluster, f"r{i}", [i + 2, 3], 40)) for i in range(8)]
-            await until(lambda: sum(server.running for server in servers) == 8)
-            await servers[0].stop()
-            resume(servers)
-            assert await asyncio.gather(*asked) == [greedy([i + 2, 3], 40) for i in range(8)]
-            await until(lambda: cluster.registry[0].state == "lost")
-            await servers[0].start()
-            await until(lambda: cluster.registry[0].state == "ready")
-            before = len(servers[0].seen)
-            assert await asyncio.gather(*(ask(cluster, f"s{i}", [i + 2], 5) for i in range(4))) == [
-                greedy([i + 2], 5) for i in range(4)
-            ]
-            assert len(servers[0].seen) > before
-
-    run(work)
+    servers = [TokenServer(pause_at=5), TokenServer(pause_at=5)]
+    async with cluster_of(servers, placement, options) as cluster:
+        asked = [asyncio.create_task(ask(cluster, f"r{i}", [i + 2, 3], 40)) for i in range(8)]
+        await eventually(lambda: sum(server.running for server in servers) == 8)
+        await servers[0].stop()
+        resume(servers)
+        assert await asyncio.gather(*asked) == [greedy([i + 2, 3], 40) for i in range(8)]
+        await eventually(lambda: cluster.registry[0].state == "lost")
+        await servers[0].start()
+        await eventually(lambda: cluster.registry[0].state == "ready")
+        before = len(servers[0].seen)
+        assert await asyncio.gather(*(ask(cluster, f"s{i}", [i + 2], 5) for i in range(4))) == [
+            greedy([i + 2], 5) for i in range(4)
+        ]
+        assert len(servers[0].seen) > before
 
 
-def test_a_server_that_hangs_is_lost_and_what_it_says_later_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_hangs_is_lost_and_what_it_says_later_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.runtime.cluster.http_server.PROBE_S", 0.3)
 
-    async def work() -> None:
-        servers = [TokenServer(pause_at=5), TokenServer(pause_at=5)]
-        async with cluster_of(servers) as cluster:
-            asked = [asyncio.create_task(ask(cluster, f"r{i}", [i + 2, 3], 60)) for i in range(4)]
-            await until(lambda: sum(server.running for server in servers) == 4)
-            servers[0].frozen = True
-            resume(servers)
-            assert await asyncio.gather(*asked) == [greedy([i + 2, 3], 60) for i in range(4)]
-            servers[0].frozen = False
-            await until(lambda: cluster.registry[0].state == "ready")
-
-    run(work)
+    servers = [TokenServer(pause_at=5), TokenServer(pause_at=5)]
+    async with cluster_of(servers) as cluster:
+        asked = [asyncio.create_task(ask(cluster, f"r{i}", [i + 2, 3], 60)) for i in range(4)]
+        await eventually(lambda: sum(server.running for server in servers) == 4)
+        servers[0].frozen = True
+        resume(servers)
+        assert await asyncio.gather(*asked) == [greedy([i + 2, 3], 60) for i in range(4)]
+        servers[0].frozen = False
+        await eventually(lambda: cluster.registry[0].state == "ready")
 
 
-def test_requests_wait_for_a_server_when_all_are_gone_new_ones_too_for_some_seconds() -> None:
-    async def work() -> None:
-        server = TokenServer(pause_at=5)
-        async with cluster_of([server]) as cluster:
-            asked = asyncio.create_task(ask(cluster, "r", PROMPT, 40))
-            await until(lambda: server.running == 1)
-            await server.stop()
-            resume([server])
-            await until(lambda: cluster.state == "recovering")
-            new = asyncio.create_task(ask(cluster, "s", PROMPT, 4))
-            await until(lambda: cluster.report().waiting == 2)
-            await server.start()
-            assert await asked == greedy(PROMPT, 40)
-            assert await new == greedy(PROMPT, 4)
-
-    run(work)
+async def test_requests_wait_for_a_server_when_all_are_gone_new_ones_too_for_some_seconds() -> None:
+    server = TokenServer(pause_at=5)
+    async with cluster_of([server]) as cluster:
+        asked = asyncio.create_task(ask(cluster, "r", PROMPT, 40))
+        await eventually(lambda: server.running == 1)
+        await server.stop()
+        resume([server])
+        await eventually(lambda: cluster.state == "recovering")
+        new = asyncio.create_task(ask(cluster, "s", PROMPT, 4))
+        await eventually(lambda: cluster.report().waiting == 2)
+        await server.start()
+        assert await asked == greedy(PROMPT, 40)
+        assert await new == greedy(PROMPT, 4)
 
 
-def test_a_client_that_leaves_ends_its_request_on_the_instance() -> None:
-    async def work() -> None:
-        server = TokenServer(gap_s=0.01)
-        async with cluster_of([server]) as cluster:
-            async with aclosing(stream(cluster, "r", PROMPT, 1000)) as pieces:
-                await anext(pieces)
-            await until(lambda: server.running == 0)
-            assert server.seen[0].ended == "aborted"
-            assert cluster.report().requests == 0
-
-    run(work)
+async def test_a_client_that_leaves_ends_its_request_on_the_instance() -> None:
+    server = TokenServer(gap_s=0.01)
+    async with cluster_of([server]) as cluster:
+        async with aclosing(stream(cluster, "r", PROMPT, 1000)) as pieces:
+            await anext(pieces)
+        await eventually(lambda: server.running == 0)
+        assert server.seen[0].ended == "aborted"
+        assert cluster.report().requests == 0
 
 
-def test_a_client_that_leaves_during_the_prefill_ends_it() -> None:
-    async def work() -> None:
-        server = TokenServer(prefill_s=10.0)
-        async with cluster_of([server]) as cluster:
-            asked = asyncio.create_task(ask(cluster, "r", PROMPT, 10))
-            await until(lambda: server.running == 1)
-            asked.cancel()
-            await until(lambda: server.running == 0)
-            assert server_of(cluster, 0).queue.requests == 0
-
-    run(work)
+async def test_a_client_that_leaves_during_the_prefill_ends_it() -> None:
+    server = TokenServer(prefill_s=10.0)
+    async with cluster_of([server]) as cluster:
+        asked = asyncio.create_task(ask(cluster, "r", PROMPT, 10))
+        await eventually(lambda: server.running == 1)
+        asked.cancel()
+        await eventually(lambda: server.running == 0)
+        assert server_of(cluster, 0).queue.requests == 0
 
 
-def test_a_busy_server_is_asked_again_and_busy_servers_are_the_clients_429() -> None:
-    async def work() -> None:
-        server = TokenServer(busy=2)
-        async with cluster_of([server]) as cluster:
-            assert await ask(cluster, "r", PROMPT, 5) == greedy(PROMPT, 5)
-            server.busy = 1000
-            with pytest.raises(OverloadedError, match="all instances are busy: full"):
-                await ask(cluster, "s", PROMPT, 5)
-
-    run(work)
+async def test_a_busy_server_is_asked_again_and_busy_servers_are_the_clients_429() -> None:
+    server = TokenServer(busy=2)
+    async with cluster_of([server]) as cluster:
+        assert await ask(cluster, "r", PROMPT, 5) == greedy(PROMPT, 5)
+        server.busy = 1000
+        with pytest.raises(OverloadedError, match="all instances are busy: full"):
+            await ask(cluster, "s", PROMPT, 5)
 
 
-def test_a_request_that_no_instance_takes_is_the_clients_own_fault() -> None:
-    async def work() -> None:
-        async with cluster_of([TokenServer(max_model_len=10)]) as cluster:
-            with pytest.raises(RequestError, match="requests of up to 10"):
-                await ask(cluster, "r", PROMPT, 50)
-            with pytest.raises(RequestError, match="log-probabilities"):
-                await ask(cluster, "s", PROMPT, 2, logprobs=1)
-
-    run(work)
+async def test_a_request_that_no_instance_takes_is_the_clients_own_fault() -> None:
+    async with cluster_of([TokenServer(max_model_len=10)]) as cluster:
+        with pytest.raises(RequestError, match="requests of up to 10"):
+            await ask(cluster, "r", PROMPT, 50)
+        with pytest.raises(RequestError, match="log-probabilities"):
+            await ask(cluster, "s", PROMPT, 2, logprobs=1)
 
 
-def test_a_request_that_loses_every_instance_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_loses_every_instance_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.runtime.cluster.requests.PAUSE_S", 0.001)
 
-    async def work() -> None:
-        async with cluster_of([TokenServer(break_after=0)]) as cluster:
-            with pytest.raises(UnavailableError, match="lost 7 times"):
-                await ask(cluster, "r", PROMPT, 5)
-
-    run(work)
+    async with cluster_of([TokenServer(break_after=0)]) as cluster:
+        with pytest.raises(UnavailableError, match="lost 7 times"):
+            await ask(cluster, "r", PROMPT, 5)
 
 
-def test_penalties_on_output_begin_the_answer_anew_and_the_client_gets_each_token_once() -> None:
-    async def work() -> None:
-        servers = [TokenServer(break_after=6, breaks=1), TokenServer()]
-        async with cluster_of(servers) as cluster:
-            assert await ask(cluster, "r", PROMPT, 15, presence_penalty=0.5) == greedy(PROMPT, 15)
-            bodies = [held.body for server in servers for held in server.seen]
-            assert [body["prompt"] for body in bodies] == [PROMPT] * len(bodies)
-
-    run(work)
+async def test_penalties_on_output_begin_the_answer_anew_and_the_client_gets_each_token_once() -> None:
+    servers = [TokenServer(break_after=6, breaks=1), TokenServer()]
+    async with cluster_of(servers) as cluster:
+        assert await ask(cluster, "r", PROMPT, 15, presence_penalty=0.5) == greedy(PROMPT, 15)
+        bodies = [held.body for server in servers for held in server.seen]
+        assert [body["prompt"] for body in bodies] == [PROMPT] * len(bodies)
 
 
-def test_the_end_token_that_a_server_reports_is_not_part_of_the_answer() -> None:
-    async def work() -> None:
-        async with cluster_of([TokenServer(end_token_at=len(PROMPT) + 3)]) as cluster:
-            assert await ask(cluster, "r", PROMPT, 15) == greedy(PROMPT, 3)
-
-    run(work)
+async def test_the_end_token_that_a_server_reports_is_not_part_of_the_answer() -> None:
+    async with cluster_of([TokenServer(end_token_at=len(PROMPT) + 3)]) as cluster:
+        assert await ask(cluster, "r", PROMPT, 15) == greedy(PROMPT, 3)
 
 
-def test_slos_and_sampling_reach_the_instance() -> None:
-    async def work() -> None:
-        server = TokenServer()
-        async with cluster_of([server]) as cluster:
-            submit = request("r", PROMPT, 2, temperature=0.5, seed=7, top_k=3, min_tokens=1)
-            submit = type(submit)(**{name: getattr(submit, name) for name in submit.__struct_fields__} | {
-                "slo": Slo(ttft_s=0.5), "priority": 2, "cache_salt": "owner/salt",
-            })  # fmt: skip
-            from array import array
+async def test_slos_and_sampling_reach_the_instance() -> None:
+    server = TokenServer()
+    async with cluster_of([server]) as cluster:
+        submit = request("r", PROMPT, 2, temperature=0.5, seed=7, top_k=3, min_tokens=1)
+        submit = type(submit)(**{name: getattr(submit, name) for name in submit.__struct_fields__} | {
+            "slo": Slo(ttft_s=0.5), "priority": 2, "cache_salt": "owner/salt",
+        })  # fmt: skip
+        from array import array
 
-            async with aclosing(cluster.generate(submit, array("i", PROMPT).tobytes())) as deltas:
-                [_ async for _ in deltas]
-            body, headers = server.seen[0].body, server.seen[0].headers
-            assert (body["seed"], body["top_k"], body["temperature"], body["priority"]) == (7, 3, 0.5, 2)
-            assert body["model"] == "tokens"
-            assert body["cache_salt"].isalnum()
-            assert len(body["cache_salt"]) <= 128
-            await ask(cluster, "s", PROMPT, 2)
-            assert "cache_salt" not in server.seen[1].body
-            drawn = request("t", PROMPT, 2, temperature=0.5, seed=7, seed_drawn=True)
-            async with aclosing(cluster.generate(drawn, array("i", PROMPT).tobytes())) as deltas:
-                [_ async for _ in deltas]
-            assert "seed" not in server.seen[2].body
-            assert headers["x-llm-d-slo-ttft-ms"] == "500.000"
-            assert headers["x-request-id"] == "r-1"
-
-    run(work)
+        async with aclosing(cluster.generate(submit, array("i", PROMPT).tobytes())) as deltas:
+            [_ async for _ in deltas]
+        body, headers = server.seen[0].body, server.seen[0].headers
+        assert (body["seed"], body["top_k"], body["temperature"], body["priority"]) == (7, 3, 0.5, 2)
+        assert body["model"] == "tokens"
+        assert body["cache_salt"].isalnum()
+        assert len(body["cache_salt"]) <= 128
+        await ask(cluster, "s", PROMPT, 2)
+        assert "cache_salt" not in server.seen[1].body
+        drawn = request("t", PROMPT, 2, temperature=0.5, seed=7, seed_drawn=True)
+        async with aclosing(cluster.generate(drawn, array("i", PROMPT).tobytes())) as deltas:
+            [_ async for _ in deltas]
+        assert "seed" not in server.seen[2].body
+        assert headers["x-llm-d-slo-ttft-ms"] == "500.000"
+        assert headers["x-request-id"] == "r-1"
 
 
-def test_pecsched_pauses_a_long_prefill_for_a_chat_by_closing_its_stream() -> None:
-    async def work() -> None:
-        server = TokenServer(prefill_s=0.002)
-        options = {
-            "long_tokens": 100, "long_replicas": "fixed", "long_sp": 1, "disaggregate": False, "ageing": "off",
-        }  # fmt: skip
-        async with cluster_of([server], "pecsched", options) as cluster:
-            await chat_beside_document(cluster, server)
-            assert [held.ended for held in server.seen] == ["aborted", "finished", "finished"]
-
-    run(work)
+async def test_pecsched_pauses_a_long_prefill_for_a_chat_by_closing_its_stream() -> None:
+    server = TokenServer(prefill_s=0.002)
+    options = {
+        "long_tokens": 100, "long_replicas": "fixed", "long_sp": 1, "disaggregate": False, "ageing": "off",
+    }  # fmt: skip
+    async with cluster_of([server], "pecsched", options) as cluster:
+        await chat_beside_document(cluster, server)
+        assert [held.ended for held in server.seen] == ["aborted", "finished", "finished"]
 
 
-def test_a_drained_instance_finishes_what_it_has_and_gets_nothing_new() -> None:
-    async def work() -> None:
-        servers = [TokenServer(pause_at=5), TokenServer(pause_at=5)]
-        async with cluster_of(servers) as cluster:
-            asked = [asyncio.create_task(ask(cluster, f"r{i}", [i + 2], 20)) for i in range(4)]
-            await until(lambda: sum(server.running for server in servers) == 4)
-            its = servers[0].running
-            assert cluster.leave(0).state == "draining"
-            resume(servers)
-            assert await asyncio.gather(*asked) == [greedy([i + 2], 20) for i in range(4)]
-            assert len(servers[0].seen) == its
-            await until(lambda: [each.id for each in cluster.report().instances] == [1])
-            with pytest.raises(RequestError, match="cannot leave: without it no instance is there"):
-                cluster.leave(1)
-
-    run(work)
+async def test_a_drained_instance_finishes_what_it_has_and_gets_nothing_new() -> None:
+    servers = [TokenServer(pause_at=5), TokenServer(pause_at=5)]
+    async with cluster_of(servers) as cluster:
+        asked = [asyncio.create_task(ask(cluster, f"r{i}", [i + 2], 20)) for i in range(4)]
+        await eventually(lambda: sum(server.running for server in servers) == 4)
+        its = servers[0].running
+        assert cluster.leave(0).state == "draining"
+        resume(servers)
+        assert await asyncio.gather(*asked) == [greedy([i + 2], 20) for i in range(4)]
+        assert len(servers[0].seen) == its
+        await eventually(lambda: [each.id for each in cluster.report().instances] == [1])
+        with pytest.raises(RequestError, match="cannot leave: without it no instance is there"):
+            cluster.leave(1)
 
 
-def test_a_request_ends_in_time() -> None:
-    async def work() -> None:
-        server = TokenServer(prefill_s=10.0)
-        async with cluster_of([server]) as cluster:
-            loop = asyncio.get_running_loop()
-            assert await ask(cluster, "r", PROMPT, 5, timeout_s=loop.time() + 0.1) == []
-            await until(lambda: server.running == 0)
-
-    run(work)
+async def test_a_request_ends_in_time() -> None:
+    server = TokenServer(prefill_s=10.0)
+    async with cluster_of([server]) as cluster:
+        loop = asyncio.get_running_loop()
+        assert await ask(cluster, "r", PROMPT, 5, timeout_s=loop.time() + 0.1) == []
+        await eventually(lambda: server.running == 0)
 
 
-def test_a_cluster_without_any_server_says_where_it_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cluster_without_any_server_says_where_it_looked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.runtime.cluster.client._ABSENT_S", 0.1)
 
-    async def work() -> None:
-        server = TokenServer(frozen=True)
-        monkeypatch.setattr("headway.runtime.cluster.http_server.PROBE_S", 0.1)
-        with pytest.raises(ConfigError, match=r"no server answers at http://127\.0\.0\.1"):
-            async with cluster_of([server]):
-                pass
-
-    run(work)
+    server = TokenServer(frozen=True)
+    monkeypatch.setattr("headway.runtime.cluster.http_server.PROBE_S", 0.1)
+    with pytest.raises(ConfigError, match=r"no server answers at http://127\.0\.0\.1"):
+        async with cluster_of([server]):
+            pass
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 8))])
-def test_random_faults_change_no_answer(seed: int) -> None:
+async def test_random_faults_change_no_answer(seed: int) -> None:
     """Kills, hangs, refusals and cut streams at random, with clients that leave at random; half under the ladder."""
     placement, options = ("ladder", {}) if seed % 2 else ("jsq", {})
 
-    async def work() -> None:
-        chance = random.Random(seed)
-        servers = [TokenServer(prefill_s=0.001, gap_s=0.002) for _ in range(3)]
-        async with cluster_of(servers, placement, options) as cluster:
-            over = asyncio.Event()
-            faults = asyncio.create_task(_faults(chance, servers, over))
-            names = [f"r{i}" for i in range(40)]
-            results = await asyncio.gather(*(_client(chance, cluster, name) for name in names))
-            over.set()
-            await faults
-            assert all(results)
-            assert cluster.report().requests == 0
-
-    run(work)
+    chance = random.Random(seed)
+    servers = [TokenServer(prefill_s=0.001, gap_s=0.002) for _ in range(3)]
+    async with cluster_of(servers, placement, options) as cluster:
+        over = asyncio.Event()
+        faults = asyncio.create_task(_faults(chance, servers, over))
+        names = [f"r{i}" for i in range(40)]
+        results = await asyncio.gather(*(_client(chance, cluster, name) for name in names))
+        over.set()
+        await faults
+        assert all(results)
+        assert cluster.report().requests == 0
 
 
 async def _client(chance: random.Random, cluster: ClusterClient, name: str) -> bool:
@@ -347,24 +294,21 @@ async def _faults(chance: random.Random, servers: list[TokenServer], over: async
 
 
 @pytest.mark.parametrize("affinity", [True, False])
-def test_turns_go_where_their_conversation_is_assumed_to_be_cached(affinity: bool) -> None:
+async def test_turns_go_where_their_conversation_is_assumed_to_be_cached(affinity: bool) -> None:
     """Each of two servers has begun a conversation; without affinity an idle cluster uses the first."""
 
-    async def work() -> None:
-        servers = [TokenServer(gap_s=0.001), TokenServer(gap_s=0.001)]
-        async with cluster_of(servers, options={"affinity": affinity}) as cluster:
-            texts = [[2 + (n * n + i) % 99 for n in range(300)] for i in range(2)]
-            answers = await asyncio.gather(*(ask(cluster, f"a{i}", text, 90) for i, text in enumerate(texts)))
-            assert [server.seen[0].body["prompt"] for server in servers] == texts
-            turn = [*texts[1], *answers[1], 7]
-            keys = TextKeys(array("i", turn).tobytes(), 64).keys
-            # With the answer.
-            assert [server_of(cluster, i).cached.match(keys) for i in range(2)] == [0, 6]
-            await ask(cluster, "turn", turn, 3)
-            await ask(cluster, "another", [5] * 200, 3)
-            assert [len(server.seen) for server in servers] == ([2, 2] if affinity else [3, 1])
-
-    run(work)
+    servers = [TokenServer(gap_s=0.001), TokenServer(gap_s=0.001)]
+    async with cluster_of(servers, options={"affinity": affinity}) as cluster:
+        texts = [[2 + (n * n + i) % 99 for n in range(300)] for i in range(2)]
+        answers = await asyncio.gather(*(ask(cluster, f"a{i}", text, 90) for i, text in enumerate(texts)))
+        assert [server.seen[0].body["prompt"] for server in servers] == texts
+        turn = [*texts[1], *answers[1], 7]
+        keys = TextKeys(array("i", turn).tobytes(), 64).keys
+        # With the answer.
+        assert [server_of(cluster, i).cached.match(keys) for i in range(2)] == [0, 6]
+        await ask(cluster, "turn", turn, 3)
+        await ask(cluster, "another", [5] * 200, 3)
+        assert [len(server.seen) for server in servers] == ([2, 2] if affinity else [3, 1])
 
 
 def test_texts_are_assumed_to_be_cached_until_a_cache_is_full_of_later_ones() -> None:

@@ -15,7 +15,8 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from tests.helpers.http_world import ask, cluster_of, run, server_of, until
+from tests.helpers.http_world import ask, cluster_of, server_of
+from tests.helpers.polling import eventually
 from tests.helpers.token_server import TokenServer
 
 from headway.kv.text_keys import TextKeys
@@ -175,7 +176,7 @@ async def subscribed(endpoint: str, replays: bool = True) -> AsyncIterator[tuple
         events.start()
         await heard(publisher, events)
         await publisher.publish(stored(TEXT))
-        await until(lambda: events.blocks.match(keys(TEXT)) == 5)
+        await eventually(lambda: events.blocks.match(keys(TEXT)) == 5)
         yield publisher, events
     finally:
         events.stop()
@@ -183,90 +184,75 @@ async def subscribed(endpoint: str, replays: bool = True) -> AsyncIterator[tuple
     assert events.blocks.match(keys(TEXT)) == 0
 
 
-def test_a_gap_is_replayed_and_what_was_before_the_subscription_too(endpoint: str) -> None:
-    async def work() -> None:
-        async with subscribed(endpoint) as (publisher, events):
-            await publisher.publish(stored([7] * 8), lost=True)
-            await publisher.publish(removed(hashes(TEXT)[4]))
-            await until(lambda: events.blocks.expected == publisher.number)
-            later = KvEvents(endpoint)
-            later.start()
-            await until(lambda: later.blocks.expected == publisher.number)
-            for blocks in (events.blocks, later.blocks):
-                assert (blocks.match(keys(TEXT)), blocks.match(keys([7] * 8))) == (4, 2)
-            later.stop()
-
-    run(work)
+async def test_a_gap_is_replayed_and_what_was_before_the_subscription_too(endpoint: str) -> None:
+    async with subscribed(endpoint) as (publisher, events):
+        await publisher.publish(stored([7] * 8), lost=True)
+        await publisher.publish(removed(hashes(TEXT)[4]))
+        await eventually(lambda: events.blocks.expected == publisher.number)
+        later = KvEvents(endpoint)
+        later.start()
+        await eventually(lambda: later.blocks.expected == publisher.number)
+        for blocks in (events.blocks, later.blocks):
+            assert (blocks.match(keys(TEXT)), blocks.match(keys([7] * 8))) == (4, 2)
+        later.stop()
 
 
 @pytest.mark.parametrize("replays", [True, False])
-def test_a_gap_that_cannot_be_filled_clears_what_was_known(
+async def test_a_gap_that_cannot_be_filled_clears_what_was_known(
     endpoint: str, replays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headway.runtime.cluster.kv_events._REPLAY_S", 0.05 if not replays else 30.0)
 
-    async def work() -> None:
-        async with subscribed(endpoint, replays) as (publisher, events):
-            await publisher.publish(removed(*hashes(TEXT)), lost=True)
-            publisher.buffer.clear()
-            await publisher.publish(stored([7] * 8))
-            await until(lambda: events.blocks.match(keys([7] * 8)) == 2)
-            assert events.blocks.match(keys(TEXT)) == 0
-
-    run(work)
+    async with subscribed(endpoint, replays) as (publisher, events):
+        await publisher.publish(removed(*hashes(TEXT)), lost=True)
+        publisher.buffer.clear()
+        await publisher.publish(stored([7] * 8))
+        await eventually(lambda: events.blocks.match(keys([7] * 8)) == 2)
+        assert events.blocks.match(keys(TEXT)) == 0
 
 
-def test_numbers_that_begin_again_are_of_another_process(endpoint: str) -> None:
-    async def work() -> None:
-        async with subscribed(endpoint) as (publisher, events):
-            publisher.buffer.clear()
-            publisher.number = 0
-            await publisher.publish(stored([7] * 8))
-            await until(lambda: events.blocks.match(keys([7] * 8)) == 2)
-            assert events.blocks.match(keys(TEXT)) == 0
-
-    run(work)
+async def test_numbers_that_begin_again_are_of_another_process(endpoint: str) -> None:
+    async with subscribed(endpoint) as (publisher, events):
+        publisher.buffer.clear()
+        publisher.number = 0
+        await publisher.publish(stored([7] * 8))
+        await eventually(lambda: events.blocks.match(keys([7] * 8)) == 2)
+        assert events.blocks.match(keys(TEXT)) == 0
 
 
-def test_another_protocol_ends_the_subscription_and_leaves_nothing_known(endpoint: str) -> None:
-    async def work() -> None:
-        async with subscribed(endpoint) as (publisher, events):
-            await publisher._pub.send(b"hello")
-            await until(lambda: not events.blocks.block_tokens)
-
-    run(work)
+async def test_another_protocol_ends_the_subscription_and_leaves_nothing_known(endpoint: str) -> None:
+    async with subscribed(endpoint) as (publisher, events):
+        await publisher._pub.send(b"hello")
+        await eventually(lambda: not events.blocks.block_tokens)
 
 
-def test_turns_go_where_a_server_says_that_their_text_is_cached(endpoint: str) -> None:
+async def test_turns_go_where_a_server_says_that_their_text_is_cached(endpoint: str) -> None:
     """Not where it was sent: that server has evicted it."""
 
-    async def work() -> None:
-        endpoints = [endpoint, f"{endpoint}-second"]
-        publishers = [Publisher(each) for each in endpoints]
-        servers = [TokenServer(gap_s=0.001), TokenServer(gap_s=0.001)]
-        try:
-            async with cluster_of(servers, options={"affinity": True}, kv_events=endpoints) as cluster:
-                text = [2 + i % 99 for i in range(300)]
-                await ask(cluster, "a", text, 3)
-                assert [len(server.seen) for server in servers] == [1, 0]
+    endpoints = [endpoint, f"{endpoint}-second"]
+    publishers = [Publisher(each) for each in endpoints]
+    servers = [TokenServer(gap_s=0.001), TokenServer(gap_s=0.001)]
+    try:
+        async with cluster_of(servers, options={"affinity": True}, kv_events=endpoints) as cluster:
+            text = [2 + i % 99 for i in range(300)]
+            await ask(cluster, "a", text, 3)
+            assert [len(server.seen) for server in servers] == [1, 0]
 
-                def subscription(instance: HttpInstance) -> KvEvents:
-                    assert instance._events is not None
-                    return instance._events
+            def subscription(instance: HttpInstance) -> KvEvents:
+                assert instance._events is not None
+                return instance._events
 
-                for number, publisher in enumerate(publishers):
-                    await heard(publisher, subscription(server_of(cluster, number)))
-                await publishers[0].publish(stored([5] * 8))
-                await publishers[1].publish(stored(text))
-                known = [subscription(server_of(cluster, i)).blocks for i in range(2)]
-                await until(lambda: all(blocks.block_tokens for blocks in known))
-                await ask(cluster, "b", [*text, 7], 3)
-                assert [len(server.seen) for server in servers] == [1, 1]
-                await servers[1].stop()
-                await until(lambda: cluster.registry[1].state == "lost")
-                assert not subscription(server_of(cluster, 1)).blocks.block_tokens
-        finally:
-            for publisher in publishers:
-                publisher.close()
-
-    run(work)
+            for number, publisher in enumerate(publishers):
+                await heard(publisher, subscription(server_of(cluster, number)))
+            await publishers[0].publish(stored([5] * 8))
+            await publishers[1].publish(stored(text))
+            known = [subscription(server_of(cluster, i)).blocks for i in range(2)]
+            await eventually(lambda: all(blocks.block_tokens for blocks in known))
+            await ask(cluster, "b", [*text, 7], 3)
+            assert [len(server.seen) for server in servers] == [1, 1]
+            await servers[1].stop()
+            await eventually(lambda: cluster.registry[1].state == "lost")
+            assert not subscription(server_of(cluster, 1)).blocks.block_tokens
+    finally:
+        for publisher in publishers:
+            publisher.close()

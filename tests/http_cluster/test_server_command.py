@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.helpers.http_world import RATES, ask
 from tests.helpers.polling import until
+from tests.helpers.process_tree import is_running
 from tests.helpers.token_server import greedy
 
 from headway.core.errors import ConfigError
@@ -31,41 +32,36 @@ def cluster(command: str, folder: Path, count: int = 2) -> ClusterClient:
     return http_cluster(file, str(model_path()), folder, RATES)
 
 
-def test_servers_are_started_again_after_a_kill_and_ended_with_the_cluster(tmp_path: Path) -> None:
-    async def work() -> list[int]:
-        made = cluster(SERVER, tmp_path)
-        await made.start()
-        pids = [each.pid for each in made.report().instances]
-        assert await ask(made, "r", [5, 6], 10) == greedy([5, 6], 10)
-        os.kill(pids[0], signal.SIGKILL)
-        assert await ask(made, "s", [5, 7], 10) == greedy([5, 7], 10)
-        async with asyncio.timeout(60):
-            while made.report().instances[0].restarts_total == 0 or made.report().instances[0].state != "ready":
-                await asyncio.sleep(0.02)
-        pids += [each.pid for each in made.report().instances]
-        await made.close()
-        return pids
-
-    pids = asyncio.run(work())
+async def test_servers_are_started_again_after_a_kill_and_ended_with_the_cluster(tmp_path: Path) -> None:
+    made = cluster(SERVER, tmp_path)
+    await made.start()
+    pids = [each.pid for each in made.report().instances]
+    assert await ask(made, "r", [5, 6], 10) == greedy([5, 6], 10)
+    os.kill(pids[0], signal.SIGKILL)
+    assert await ask(made, "s", [5, 7], 10) == greedy([5, 7], 10)
+    async with asyncio.timeout(60):
+        while made.report().instances[0].restarts_total == 0 or made.report().instances[0].state != "ready":
+            await asyncio.sleep(0.02)
+    pids += [each.pid for each in made.report().instances]
+    await made.close()
     assert len(set(pids)) == 3
-    assert not any(_alive(pid) for pid in pids)
+    assert not any(is_running(pid) for pid in pids)
 
 
 @pytest.mark.parametrize(
     ("command", "words"),
     [("no-such-program", "no-such-program: No such file"), (f"{sys.executable} -c 'print(7); exit(3)'", "7")],
 )
-def test_a_server_that_does_not_start_is_an_error_with_its_last_words(tmp_path: Path, command: str, words: str) -> None:
-    async def work() -> None:
-        made = cluster(command, tmp_path, 1)
-        try:
-            with pytest.raises(ConfigError, match=f"(?s)instance 0: the server has ended; it wrote:.*{words}"):
-                await made.start()
-            assert made.failure is not None
-        finally:
-            await made.close()
-
-    asyncio.run(work())
+async def test_a_server_that_does_not_start_is_an_error_with_its_last_words(
+    tmp_path: Path, command: str, words: str
+) -> None:
+    made = cluster(command, tmp_path, 1)
+    try:
+        with pytest.raises(ConfigError, match=f"(?s)instance 0: the server has ended; it wrote:.*{words}"):
+            await made.start()
+        assert made.failure is not None
+    finally:
+        await made.close()
 
 
 def test_a_server_ends_with_a_cluster_that_is_killed(tmp_path: Path) -> None:
@@ -86,30 +82,21 @@ asyncio.run(work())
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    until(lambda: not _alive(pid), 30, "the server is left behind")
+    until(lambda: not is_running(pid), 30, "the server is left behind")
 
 
-def test_a_process_that_ignores_the_first_signal_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_ignores_the_first_signal_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("headway.runtime.cluster.server_command._GRACE_S", 0.2)
     program = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(99)"
     )
 
-    async def work() -> int:
-        server = ServerCommand([sys.executable, "-c", program], free_port(), tmp_path / "log")
-        await server.start()
-        while "up" not in (tmp_path / "log").read_text():
-            await asyncio.sleep(0.02)
-        await server.stop()
-        assert server.ended
-        return server.pid
-
-    assert not _alive(asyncio.run(work()))
-
-
-def _alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
+    server = ServerCommand([sys.executable, "-c", program], free_port(), tmp_path / "log")
+    await server.start()
+    while "up" not in (tmp_path / "log").read_text():
+        await asyncio.sleep(0.02)
+    await server.stop()
+    assert server.ended
+    assert not is_running(server.pid)

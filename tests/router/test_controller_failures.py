@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from tests.helpers import virtual_time
 from tests.helpers.cluster_clients import ask, prompt, running
 from tests.helpers.fake_instances import FakeCluster, answer
 
@@ -17,7 +16,7 @@ from headway.runtime.cluster.native_backend import LiveSpanRuns
 
 
 @pytest.mark.parametrize("where", ["runs", "machine", "letting go"])
-def test_a_controller_error_fails_the_request_and_not_the_instance(
+async def test_a_controller_error_fails_the_request_and_not_the_instance(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
     done, span_done, drop = LiveSpanRuns.done, ClusterController.span_done, ClusterController.drop
@@ -43,36 +42,30 @@ def test_a_controller_error_fails_the_request_and_not_the_instance(
         monkeypatch.setattr(LiveSpanRuns, "done", bad_done)
         monkeypatch.setattr(ClusterController, "drop", bad_drop)
 
-    async def run() -> None:
-        fake = FakeCluster(run_s=0.005)
-        async with running(fake, ("mixed", "mixed"), "fifo", {"long_tokens": 10, "long_sp": 2}) as client:
-            asked = [ask(client, name, prompt(i, 50)) for i, name in enumerate(("good0", "bad", "good1", "good2"))]
-            found = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10.0)
-            assert isinstance(found[1], InvariantError | RuntimeError)
-            assert "failed at this request" in str(found[1]) or where == "letting go"
-            assert [found[i] for i in (0, 2, 3)] == [answer(prompt(i, 50), 4) for i in (0, 2, 3)]
-            assert [each.state for each in client.registry] == ["ready", "ready"]
-            assert client.stats.engine_restarts_total == 0
-
-    virtual_time.run(run())
+    fake = FakeCluster(run_s=0.005)
+    async with running(fake, ("mixed", "mixed"), "fifo", {"long_tokens": 10, "long_sp": 2}) as client:
+        asked = [ask(client, name, prompt(i, 50)) for i, name in enumerate(("good0", "bad", "good1", "good2"))]
+        found = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10.0)
+        assert isinstance(found[1], InvariantError | RuntimeError)
+        assert "failed at this request" in str(found[1]) or where == "letting go"
+        assert [found[i] for i in (0, 2, 3)] == [answer(prompt(i, 50), 4) for i in (0, 2, 3)]
+        assert [each.state for each in client.registry] == ["ready", "ready"]
+        assert client.stats.engine_restarts_total == 0
     assert "the controller has failed at a message about bad#1" in caplog.text
 
 
-def test_a_policy_whose_next_wakeup_raises_is_still_used(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_policy_whose_next_wakeup_raises_is_still_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(policy: FifoPlacement, now: float) -> float | None:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(FifoPlacement, "next_wakeup", fails)
 
-    async def run() -> None:
-        fake = FakeCluster()
-        async with running(fake, ("mixed", "mixed"), "fifo", {"long_tokens": 10, "long_sp": 2}) as client:
-            assert await ask(client, "a", prompt(0, 50)) == answer(prompt(0, 50), 4)
-
-    virtual_time.run(run())
+    fake = FakeCluster()
+    async with running(fake, ("mixed", "mixed"), "fifo", {"long_tokens": 10, "long_sp": 2}) as client:
+        assert await ask(client, "a", prompt(0, 50)) == answer(prompt(0, 50), 4)
 
 
-def test_an_error_while_settling_is_attributed_to_no_request(
+async def test_an_error_while_settling_is_attributed_to_no_request(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     settle, calls = ClusterController.settle, 0
@@ -86,19 +79,16 @@ def test_an_error_while_settling_is_attributed_to_no_request(
 
     monkeypatch.setattr(ClusterController, "settle", sometimes)
 
-    async def run() -> None:
-        fake = FakeCluster(run_s=0.005)
-        async with running(fake, ("mixed", "mixed"), "fifo", {"long_tokens": 10, "long_sp": 2}) as client:
-            asked = [ask(client, str(i), prompt(i, 50)) for i in range(4)]
-            found = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10.0)
-            assert found == [answer(prompt(i, 50), 4) for i in range(4)]
-
-    virtual_time.run(run())
+    fake = FakeCluster(run_s=0.005)
+    async with running(fake, ("mixed", "mixed"), "fifo", {"long_tokens": 10, "long_sp": 2}) as client:
+        asked = [ask(client, str(i), prompt(i, 50)) for i in range(4)]
+        found = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10.0)
+        assert found == [answer(prompt(i, 50), 4) for i in range(4)]
     assert "the controller has failed at the consequences" in caplog.text
 
 
 @pytest.mark.parametrize("where", ["arrive", "sent"])
-def test_a_request_that_cannot_be_placed_blocks_no_other(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+async def test_a_request_that_cannot_be_placed_blocks_no_other(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     real = getattr(ClusterController, where)
 
     def fails(controller: ClusterController, what: Any, *more: Any) -> Any:
@@ -108,13 +98,10 @@ def test_a_request_that_cannot_be_placed_blocks_no_other(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(ClusterController, where, fails)
 
-    async def run() -> None:
-        fake = FakeCluster(run_s=0.005)
-        async with running(fake, ("prefill", "decode"), "tetris") as client:
-            names = ("good0", "bad", "good1", "good2")
-            asked = [ask(client, name, prompt(i, 50)) for i, name in enumerate(names)]
-            found = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10.0)
-            assert isinstance(found[1], InvariantError)
-            assert [found[i] for i in (0, 2, 3)] == [answer(prompt(i, 50), 4) for i in (0, 2, 3)]
-
-    virtual_time.run(run())
+    fake = FakeCluster(run_s=0.005)
+    async with running(fake, ("prefill", "decode"), "tetris") as client:
+        names = ("good0", "bad", "good1", "good2")
+        asked = [ask(client, name, prompt(i, 50)) for i, name in enumerate(names)]
+        found = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10.0)
+        assert isinstance(found[1], InvariantError)
+        assert [found[i] for i in (0, 2, 3)] == [answer(prompt(i, 50), 4) for i in (0, 2, 3)]

@@ -6,7 +6,6 @@ import asyncio
 from typing import Any, cast
 
 import pytest
-from tests.helpers import virtual_time
 from tests.helpers.cluster_clients import ask, prompt, running
 from tests.helpers.decode_world import DecodeWorld
 from tests.helpers.fake_instances import FakeCluster, answer
@@ -218,33 +217,27 @@ def test_a_prefill_that_moves_reserves_room_under_its_new_id() -> None:
     assert not attempt.room[2].granted, "what was kept under the old name is not there any more"
 
 
-def test_a_decode_restarts_when_its_instance_lacks_some_of_its_kv() -> None:
-    async def run() -> None:
-        fake = FakeCluster(run_s=0.002, token_s=0.002)
-        async with running(fake, ("prefill", "decode"), "tetris", {"sizes": [1]}) as client:
-            asked = asyncio.create_task(ask(client, "r", prompt(1, 60), 20))
-            await eventually(lambda: fake.processes[1].scheduled)
-            (name,) = fake.processes[1].scheduled
-            fake.processes[1]._leave(name)
-            fake.processes[1]._delta(
-                OutputDelta(id=name, finish="error", error="KV of it has not all come", rejected="invalid", param="id")
-            )
-            assert await asyncio.wait_for(asked, 20) == answer(prompt(1, 60), 20)
-
-    virtual_time.run(run())
+async def test_a_decode_restarts_when_its_instance_lacks_some_of_its_kv() -> None:
+    fake = FakeCluster(run_s=0.002, token_s=0.002)
+    async with running(fake, ("prefill", "decode"), "tetris", {"sizes": [1]}) as client:
+        asked = asyncio.create_task(ask(client, "r", prompt(1, 60), 20))
+        await eventually(lambda: fake.processes[1].scheduled)
+        (name,) = fake.processes[1].scheduled
+        fake.processes[1]._leave(name)
+        fake.processes[1]._delta(
+            OutputDelta(id=name, finish="error", error="KV of it has not all come", rejected="invalid", param="id")
+        )
+        assert await asyncio.wait_for(asked, 20) == answer(prompt(1, 60), 20)
 
 
-def test_answers_are_unchanged_when_groups_grow_during_decode() -> None:
-    async def run() -> None:
-        fake = FakeCluster(run_s=0.002, token_s=0.001, send_s=0.0005)
-        async with running(fake, ("mixed",) * 3, "loongserve", {"decode_batch": 1}, True) as client:
-            prompts = [prompt(seed, length) for seed, length in enumerate((60, 40, 300, 20, 90, 50))]
-            asks = [asyncio.create_task(ask(client, f"r{i}", ids, 60)) for i, ids in enumerate(prompts)]
-            answers = await asyncio.wait_for(asyncio.gather(*asks), 20)
-            assert answers == [answer(ids, 60) for ids in prompts]
-            report = client.report()
-            assert report.decodes_moved
-            assert report.groups_grown
-            assert any(message.home is not None for message in fake.said(ComputeSpan))
-
-    virtual_time.run(run())
+async def test_answers_are_unchanged_when_groups_grow_during_decode() -> None:
+    fake = FakeCluster(run_s=0.002, token_s=0.001, send_s=0.0005)
+    async with running(fake, ("mixed",) * 3, "loongserve", {"decode_batch": 1}, True) as client:
+        prompts = [prompt(seed, length) for seed, length in enumerate((60, 40, 300, 20, 90, 50))]
+        asks = [asyncio.create_task(ask(client, f"r{i}", ids, 60)) for i, ids in enumerate(prompts)]
+        answers = await asyncio.wait_for(asyncio.gather(*asks), 20)
+        assert answers == [answer(ids, 60) for ids in prompts]
+        report = client.report()
+        assert report.decodes_moved
+        assert report.groups_grown
+        assert any(message.home is not None for message in fake.said(ComputeSpan))

@@ -15,48 +15,42 @@ from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.protocol import ComputeSpan, SubmitRequest
 
 
-def test_an_instance_that_dies_while_draining_counts_as_left() -> None:
-    async def run() -> None:
-        fake = FakeCluster(token_s=0.002)
-        async with running(fake, ("mixed", "mixed"), "jsq") as client:
-            asks = [asyncio.create_task(ask(client, f"a{n}", prompt(n, 30), 40)) for n in range(4)]
-            await eventually(
-                lambda: {number for number, message in fake.log if isinstance(message, SubmitRequest)} == {0, 1}
-            )
-            assert client.leave(0).state == "draining"
-            fake.kill(0)
-            await eventually(lambda: [each.id for each in client.report().instances] == [1])
-            begun = len(fake.log)
-            assert await asyncio.gather(*asks) == [answer(prompt(n, 30), 40) for n in range(4)]
-            assert {number for number, m in fake.log[begun:] if isinstance(m, SubmitRequest | ComputeSpan)} <= {1}
-            assert fake.processes[0].serial == 0, "it was not started again"
-            assert client.join(0).incarnation == 1
-
-            await eventually(lambda: client.report().instances[0].state == "ready")
-
-    virtual_time.run(run())
-
-
-def test_a_cluster_without_instances_keeps_its_counters_and_can_be_joined() -> None:
-    async def run() -> None:
-        fake = FakeCluster(refuse=lambda number, serial: "no memory" if serial else None)
-        client = router(fake, ("mixed",), "jsq")
-        await client.start()
-        assert await ask(client, "a", prompt(0, 20)) == answer(prompt(0, 20), 4)
+async def test_an_instance_that_dies_while_draining_counts_as_left() -> None:
+    fake = FakeCluster(token_s=0.002)
+    async with running(fake, ("mixed", "mixed"), "jsq") as client:
+        asks = [asyncio.create_task(ask(client, f"a{n}", prompt(n, 30), 40)) for n in range(4)]
+        await eventually(
+            lambda: {number for number, message in fake.log if isinstance(message, SubmitRequest)} == {0, 1}
+        )
+        assert client.leave(0).state == "draining"
         fake.kill(0)
-        await eventually(lambda: client.report().instances[0].state == "failed")
-        client.leave(0)
-        await eventually(lambda: not client.report().instances)
-        assert client.state == "lost"
-        assert client.stats.running == client.stats.waiting == 0
-        client.join(0)
-        await eventually(lambda: client.state != "recovering")
-        await client.close()
+        await eventually(lambda: [each.id for each in client.report().instances] == [1])
+        begun = len(fake.log)
+        assert await asyncio.gather(*asks) == [answer(prompt(n, 30), 40) for n in range(4)]
+        assert {number for number, m in fake.log[begun:] if isinstance(m, SubmitRequest | ComputeSpan)} <= {1}
+        assert fake.processes[0].serial == 0, "it was not started again"
+        assert client.join(0).incarnation == 1
 
-    virtual_time.run(run())
+        await eventually(lambda: client.report().instances[0].state == "ready")
 
 
-def test_a_starting_instance_can_be_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cluster_without_instances_keeps_its_counters_and_can_be_joined() -> None:
+    fake = FakeCluster(refuse=lambda number, serial: "no memory" if serial else None)
+    client = router(fake, ("mixed",), "jsq")
+    await client.start()
+    assert await ask(client, "a", prompt(0, 20)) == answer(prompt(0, 20), 4)
+    fake.kill(0)
+    await eventually(lambda: client.report().instances[0].state == "failed")
+    client.leave(0)
+    await eventually(lambda: not client.report().instances)
+    assert client.state == "lost"
+    assert client.stats.running == client.stats.waiting == 0
+    client.join(0)
+    await eventually(lambda: client.state != "recovering")
+    await client.close()
+
+
+async def test_a_starting_instance_can_be_drained(monkeypatch: pytest.MonkeyPatch) -> None:
     receive, end = FakeProcess.receive, FakeProcess.end
     waiting: dict[FakeProcess, asyncio.Task[object]] = {}
 
@@ -72,34 +66,28 @@ def test_a_starting_instance_can_be_drained(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(FakeProcess, "receive", waits)
     monkeypatch.setattr(FakeProcess, "end", ends)
 
-    async def run() -> None:
-        fake = FakeCluster(start_s=30.0)
-        async with running(fake, ("mixed", "mixed"), "jsq") as client:
-            client.leave(1)
-            await eventually(lambda: len(client.report().instances) == 1)
-            assert client.join(0).id == 1
-            await virtual_time.pause(0.01)
-            assert client.report().instances[1].state == "starting"
-            client.leave(1)
-            await eventually(lambda: len(client.report().instances) == 1)
-            assert client.join(0).incarnation == 2
-
-    virtual_time.run(run())
+    fake = FakeCluster(start_s=30.0)
+    async with running(fake, ("mixed", "mixed"), "jsq") as client:
+        client.leave(1)
+        await eventually(lambda: len(client.report().instances) == 1)
+        assert client.join(0).id == 1
+        await virtual_time.pause(0.01)
+        assert client.report().instances[1].state == "starting"
+        client.leave(1)
+        await eventually(lambda: len(client.report().instances) == 1)
+        assert client.join(0).incarnation == 2
 
 
-def test_an_instance_that_cannot_start_is_reported_and_not_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_instance_that_cannot_start_is_reported_and_not_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
     def launcher(fake: FakeCluster, number: int) -> object:
         def launch(config: EngineConfig, serial: int) -> object:
             raise OSError(11, "Resource temporarily unavailable")
 
         return launch
 
-    async def run() -> None:
-        fake = FakeCluster()
-        async with running(fake, ("mixed",), "jsq") as client:
-            monkeypatch.setattr(FakeCluster, "launcher", launcher)
-            with pytest.raises(UnavailableError, match=r"instance 1 cannot be started: .*temporarily unavailable"):
-                client.join(0)
-            assert [each.id for each in client.report().instances] == [0]
-
-    virtual_time.run(run())
+    fake = FakeCluster()
+    async with running(fake, ("mixed",), "jsq") as client:
+        monkeypatch.setattr(FakeCluster, "launcher", launcher)
+        with pytest.raises(UnavailableError, match=r"instance 1 cannot be started: .*temporarily unavailable"):
+            client.join(0)
+        assert [each.id for each in client.report().instances] == [0]

@@ -101,33 +101,30 @@ def test_restarts_follow_losses_and_are_final_after_both_were_tried(
         ("tetris", {"sizes": [2]}, ("prefill",) * 4 + ("decode",)),
     ],
 )
-def test_two_instances_that_cannot_reach_each_other_cost_no_request(
+async def test_two_instances_that_cannot_reach_each_other_cost_no_request(
     placement: str, options: dict[str, object], roles: tuple[str, ...]
 ) -> None:
-    async def run() -> None:
-        fake = FakeCluster(run_s=0.005, apart=lambda one, other: {one.number, other.number} == {0, 1})
-        async with running(fake, roles, placement, options) as client:
+    fake = FakeCluster(run_s=0.005, apart=lambda one, other: {one.number, other.number} == {0, 1})
+    async with running(fake, roles, placement, options) as client:
 
-            async def one(number: int) -> None:
-                await virtual_time.pause(0.25 * (number % 20))
-                assert await ask(client, f"r{number}", prompt(number, 60)) == answer(prompt(number, 60), 4)
+        async def one(number: int) -> None:
+            await virtual_time.pause(0.25 * (number % 20))
+            assert await ask(client, f"r{number}", prompt(number, 60)) == answer(prompt(number, 60), 4)
 
+        ends = client.report().instances[:2]
+        for turn in range(20):
+            await asyncio.gather(*(one(20 * turn + number) for number in range(20)))
             ends = client.report().instances[:2]
-            for turn in range(20):
-                await asyncio.gather(*(one(20 * turn + number) for number in range(20)))
-                ends = client.report().instances[:2]
-                if any(instance.state == "failed" for instance in ends):
-                    break
-            assert sorted(instance.state for instance in ends) == ["failed", "ready"]
-            (failed,) = (instance for instance in ends if instance.state == "failed")
-            assert failed.failure is not None
-            assert "do not work together: instance" in failed.failure
-            assert [instance.restarts_total for instance in ends] == [1, 1]
-
-    virtual_time.run(run())
+            if any(instance.state == "failed" for instance in ends):
+                break
+        assert sorted(instance.state for instance in ends) == ["failed", "ready"]
+        (failed,) = (instance for instance in ends if instance.state == "failed")
+        assert failed.failure is not None
+        assert "do not work together: instance" in failed.failure
+        assert [instance.restarts_total for instance in ends] == [1, 1]
 
 
-def test_an_instance_whose_spans_fail_is_restarted_and_serves_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_instance_whose_spans_fail_is_restarted_and_serves_again(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = FakeProcess._compute
 
     def fails(process: FakeProcess, message: ComputeSpan) -> None:
@@ -136,47 +133,41 @@ def test_an_instance_whose_spans_fail_is_restarted_and_serves_again(monkeypatch:
         else:
             whole(process, message)
 
-    async def run() -> None:
-        fake = FakeCluster(run_s=0.005)
-        async with running(fake, ("mixed",) * 4, "fixed-sp", {"sp": 2}) as client:
-            monkeypatch.setattr(FakeProcess, "_compute", fails)
+    fake = FakeCluster(run_s=0.005)
+    async with running(fake, ("mixed",) * 4, "fixed-sp", {"sp": 2}) as client:
+        monkeypatch.setattr(FakeProcess, "_compute", fails)
 
-            async def one(number: int) -> None:
-                await virtual_time.pause(0.25 * (number % 20))
-                assert await ask(client, f"r{number}", prompt(number, 60)) == answer(prompt(number, 60), 4)
+        async def one(number: int) -> None:
+            await virtual_time.pause(0.25 * (number % 20))
+            assert await ask(client, f"r{number}", prompt(number, 60)) == answer(prompt(number, 60), 4)
 
-            for turn in range(20):
-                await asyncio.gather(*(one(20 * turn + number) for number in range(20)))
-                if client.report().instances[1].restarts_total:
-                    break
-            assert [instance.restarts_total for instance in client.report().instances] == [0, 1, 0, 0]
-
-    virtual_time.run(run())
+        for turn in range(20):
+            await asyncio.gather(*(one(20 * turn + number) for number in range(20)))
+            if client.report().instances[1].restarts_total:
+                break
+        assert [instance.restarts_total for instance in client.report().instances] == [0, 1, 0, 0]
 
 
-def test_a_silent_instance_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        fake = FakeCluster(run_s=0.01)
-        async with running(fake, ("mixed",) * 2, "jsq") as client:
-
-            async def beat() -> None:
-                while True:
-                    for process in list(fake.processes.values()):
-                        if process.serial or process.number:
-                            process._say(IterationOutputs(deltas=(), stats=process.stats()))
-                    await virtual_time.pause(0.1)
-
-            monkeypatch.setattr(FakeProcess, "_submit", stuck)
-            beats = asyncio.create_task(beat())
-            asks = [asyncio.create_task(ask(client, f"r{number}", prompt(number, 60))) for number in range(6)]
-            assert await asyncio.gather(*asks) == [answer(prompt(number, 60), 4) for number in range(6)]
-            assert [instance.restarts_total for instance in client.report().instances] == [1, 0]
-            beats.cancel()
-
+async def test_a_silent_instance_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = FakeProcess._submit
 
     def stuck(process: FakeProcess, submit: SubmitRequest, ids: list[int]) -> None:
         if process.serial or process.number:
             whole(process, submit, ids)
 
-    virtual_time.run(run())
+    fake = FakeCluster(run_s=0.01)
+    async with running(fake, ("mixed",) * 2, "jsq") as client:
+
+        async def beat() -> None:
+            while True:
+                for process in list(fake.processes.values()):
+                    if process.serial or process.number:
+                        process._say(IterationOutputs(deltas=(), stats=process.stats()))
+                await virtual_time.pause(0.1)
+
+        monkeypatch.setattr(FakeProcess, "_submit", stuck)
+        beats = asyncio.create_task(beat())
+        asks = [asyncio.create_task(ask(client, f"r{number}", prompt(number, 60))) for number in range(6)]
+        assert await asyncio.gather(*asks) == [answer(prompt(number, 60), 4) for number in range(6)]
+        assert [instance.restarts_total for instance in client.report().instances] == [1, 0]
+        beats.cancel()

@@ -43,45 +43,39 @@ WAYS: list[tuple[str, tuple[Role, ...], dict[str, object]]] = [
 ]
 
 
-def test_improvement_rates_are_replaced_in_a_running_cluster() -> None:
+async def test_improvement_rates_are_replaced_in_a_running_cluster() -> None:
     table = RateTable(points=((0.0, 0.9),))
 
-    async def run() -> None:
-        fake = FakeCluster(run_s=0.002, token_s=0.0005, send_s=0.0005)
-        async with running(fake, APART, "tetris", {"sizes": [1, 2]}) as client:
+    fake = FakeCluster(run_s=0.002, token_s=0.0005, send_s=0.0005)
+    async with running(fake, APART, "tetris", {"sizes": [1, 2]}) as client:
+        client.replace_rates(table)
+        ids = prompt(1, 60)
+        assert await asyncio.wait_for(ask(client, "a", ids, 3), 20) == answer(ids, 3)
+    async with running(fake, MIXED, "jsq") as client:
+        with pytest.raises(RequestError, match="jsq has no improvement rates: tetris has"):
             client.replace_rates(table)
-            ids = prompt(1, 60)
-            assert await asyncio.wait_for(ask(client, "a", ids, 3), 20) == answer(ids, 3)
-        async with running(fake, MIXED, "jsq") as client:
-            with pytest.raises(RequestError, match="jsq has no improvement rates: tetris has"):
-                client.replace_rates(table)
-
-    virtual_time.run(run())
 
 
 @pytest.mark.parametrize(("placement", "roles", "options"), WAYS, ids=[f"{p}-{r[0]}-{len(o)}" for p, r, o in WAYS])
-def test_every_policy_answers_long_and_short_requests(
+async def test_every_policy_answers_long_and_short_requests(
     placement: str, roles: tuple[Role, ...], options: dict[str, object]
 ) -> None:
-    async def run() -> None:
-        fake = FakeCluster(run_s=0.002, token_s=0.0005, send_s=0.0005)
-        name, _, in_place = placement.partition("-in-")
-        async with running(fake, roles, name, options, bool(in_place)) as client:
-            lengths = (400, 20, 3, 150, 60, 333, 1, 500, 30, 99, 260, 7)
-            prompts = [prompt(seed, length) for seed, length in enumerate(lengths)]
-            counts = [1 if seed % 5 == 4 else 6 for seed in range(len(prompts))]
-            asks = []
-            for seed, ids in enumerate(prompts):
-                asks.append(asyncio.create_task(ask(client, f"r{seed}", ids, counts[seed])))
-                await virtual_time.pause(0.001)
-            answers = await asyncio.wait_for(asyncio.gather(*asks), 20)
-            assert answers == [answer(ids, count) for ids, count in zip(prompts, counts, strict=True)]
-            if options.get("sp") == 2 or options.get("long_sp") == 2:
-                assert any(len(message.run.group) == 2 for message in fake.said(ComputeSpan))
-            if roles is APART and placement != "fifo":
-                assert {message.to for message in fake.said(SendKv)} >= {2}
-
-    virtual_time.run(run())
+    fake = FakeCluster(run_s=0.002, token_s=0.0005, send_s=0.0005)
+    name, _, in_place = placement.partition("-in-")
+    async with running(fake, roles, name, options, bool(in_place)) as client:
+        lengths = (400, 20, 3, 150, 60, 333, 1, 500, 30, 99, 260, 7)
+        prompts = [prompt(seed, length) for seed, length in enumerate(lengths)]
+        counts = [1 if seed % 5 == 4 else 6 for seed in range(len(prompts))]
+        asks = []
+        for seed, ids in enumerate(prompts):
+            asks.append(asyncio.create_task(ask(client, f"r{seed}", ids, counts[seed])))
+            await virtual_time.pause(0.001)
+        answers = await asyncio.wait_for(asyncio.gather(*asks), 20)
+        assert answers == [answer(ids, count) for ids, count in zip(prompts, counts, strict=True)]
+        if options.get("sp") == 2 or options.get("long_sp") == 2:
+            assert any(len(message.run.group) == 2 for message in fake.said(ComputeSpan))
+        if roles is APART and placement != "fifo":
+            assert {message.to for message in fake.said(SendKv)} >= {2}
 
 
 @pytest.mark.parametrize(("placement", "roles", "options"), WAYS, ids=[f"{p}-{r[0]}-{len(o)}" for p, r, o in WAYS])
