@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.helpers import fake_openai_server
+from tests.bench import fake_openai_server
 
 from headway.serving.load.convoy import ServerProcess
 

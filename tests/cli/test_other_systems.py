@@ -37,7 +37,7 @@ BASE = ("api", "cli", "control", "core", "kv", "perf", "planning", "policy", "si
 
 
 def on_a_mac(code: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "import tests.helpers.mac_stub\n" + code]
+    command = [sys.executable, "-c", "import tests.cli.mac_stub\n" + code]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
 
 

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.conformance.conformance_policy import DECODE_PAUSED, HANDED_OVER, PAUSED
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.cluster_probe import cluster, instances, pid_of, write
 from tests.helpers.cluster_streams import ANSWER_TOKENS, ClientStream
 from tests.helpers.cluster_worlds import Scripted
 from tests.helpers.cluster_worlds import cluster as spec_of
-from tests.helpers.conformance_policy import DECODE_PAUSED, HANDED_OVER, PAUSED
 from tests.helpers.controller_chaos import QuietBackend
 from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import complete, leave_after_sending
@@ -50,7 +50,7 @@ from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
 
 Prompt = list[int]
-VERBS = "tests.helpers.conformance_policy.Verbs"
+VERBS = "tests.conformance.conformance_policy.Verbs"
 
 
 class Subject(ABC):

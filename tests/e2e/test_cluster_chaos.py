@@ -28,7 +28,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.helpers.chaos_links import processes
+from tests.e2e.chaos_router import processes
 from tests.helpers.cluster_probe import APART, MIXED, instances, pid_of, rank_pids, write
 from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import model_of
@@ -74,9 +74,7 @@ class Cluster:
         self._control = control
         self.logs.append(log)
         arguments = [self.file, "--journal", str(self.folder / "journal"), "--event-log", str(log)]
-        self._running = ServerProcess(
-            arguments, command=(sys.executable, "-m", "tests.helpers.chaos_router", str(control))
-        )
+        self._running = ServerProcess(arguments, command=(sys.executable, "-m", "tests.e2e.chaos_router", str(control)))
         try:
             self._running.__enter__()
         except BaseException:

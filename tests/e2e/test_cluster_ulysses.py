@@ -19,7 +19,7 @@ LONGS = [prompt_of(40 + seed, length) for seed, length in enumerate((1500, 1400,
 """Each has more KV than is free on one of its two instances once each of these has its half."""
 SHORTS = [prompt_of(50 + seed, length) for seed, length in enumerate((300, 40, 3, 100))]
 COUNT = 60
-ULYSSES = "tests.helpers.ulysses_pecsched.UlyssesPecSched"
+ULYSSES = "tests.e2e.ulysses_pecsched.UlyssesPecSched"
 """PecSched itself takes what is cheaper on the machine at hand."""
 
 

@@ -12,9 +12,7 @@ from tests.helpers.embedded_engine import BLOCK, answers, engine, submit
 from tests.helpers.engine_fixtures import frame
 
 from headway.core.batch import ManualClock
-from headway.core.errors import ConfigError
 from headway.core.request import Phase, SamplingParams
-from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import SubmitRequest
 from headway.sim.replay import replay
@@ -93,11 +91,6 @@ def test_a_first_token_says_what_was_cached() -> None:
     assert stats.prefix_hits_total == first.cached_tokens
     assert stats.prefix_queries_total == 2 * len(prompt)
     core.executor.close()
-
-
-def test_kv_groups_have_no_prefix_cache() -> None:
-    with pytest.raises(ConfigError, match="prefix-cache needs an engine without KV groups"):
-        EngineConfig(model="m", prefix_cache=True, kv_parallel_size=2)
 
 
 def test_prompt_that_is_to_be_scored_is_computed_whole() -> None:

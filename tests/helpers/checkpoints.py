@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,21 +68,3 @@ def make_tiny(family: str, path: str | Path, *, seed: int = 0, dtype: str = "flo
             fields.pop(newer, None)
         file.write_text(json.dumps(fields | _YI_FIELDS | {"torch_dtype": dtype}, indent=2))
     return Path(path)
-
-
-def greedy(path: Path) -> Callable[[list[int], int], tuple[list[int], list[float]]]:
-    """What a checkpoint says to a prompt, so many tokens, and their log-probabilities: by transformers, in fp32."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-
-    def answer(prompt: list[int], count: int) -> tuple[list[int], list[float]]:
-        ids, chances = list(prompt), []
-        with torch.inference_mode():
-            for _ in range(count):
-                row = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
-                ids.append(int(row.argmax()))
-                chances.append(float(row.max()))
-        return ids[len(prompt) :], chances
-
-    return answer

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 
 class GreedyReference:
-    """Greedy tokens by transformers, one request at a time, whole prompt at once. Answers are kept."""
+    """Greedy tokens by transformers in fp32, one request at a time, whole prompt at once. Answers are kept."""
 
     def __init__(self, folder: Path) -> None:
         import torch
@@ -22,20 +23,27 @@ class GreedyReference:
             self._answers[key] = self._generate(prompt, count)
         return self._answers[key][:count]
 
+    def answer(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+        """The tokens and their log-probabilities."""
+        tokens = self.tokens(prompt, count)
+        rows = self.logits(prompt + tokens[:-1])[len(prompt) - 1 :].log_softmax(-1)
+        return tokens, rows.max(-1).values.tolist()
+
     def scores(self, prompt: list[int]) -> list[list[float]]:
         """Log-probabilities over the vocabulary, at each position of the prompt, of the token after it."""
-        torch = self._torch
-        with torch.inference_mode():
-            logits = self._model(torch.tensor([prompt])).logits[0].double()
-        found: list[list[float]] = torch.log_softmax(logits, dim=-1).tolist()
+        found: list[list[float]] = self.logits(prompt).double().log_softmax(-1).tolist()
         return found
 
+    def logits(self, prompt: list[int]) -> Any:
+        """At each position of the prompt, of the token after it: a tensor."""
+        with self._torch.inference_mode():
+            return self._model(self._torch.tensor([prompt])).logits[0]
+
     def _generate(self, prompt: list[int], count: int) -> list[int]:
-        torch = self._torch
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
+        ids = self._torch.tensor([prompt])
+        with self._torch.inference_mode():
             out = self._model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None
+                ids, attention_mask=self._torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None
             )
         tokens: list[int] = out[0, len(prompt) :].tolist()
         return tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import socket
 import threading
 import time
@@ -11,16 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tests.helpers.instance_world import World, frame
 
 from headway.core.request import Phase, SamplingParams
 from headway.runtime.engine.protocol import KvArrived, OutputDelta, ReserveKv, SendKv, SpanTaskLost, SubmitRequest
-
-
-def prompt_of(tokens: int, seed: int = 0) -> list[int]:
-    chance = random.Random(seed)
-    return [chance.randrange(3, 128) for _ in range(tokens)]
 
 
 def params(**fields: Any) -> SamplingParams:
@@ -89,12 +82,6 @@ def rest(
     """Decode with KV that has come."""
     submit(world, on, name, prompt, "decode", first.tokens, **fields)
     return [first, *world[on].answer(name)]
-
-
-def check(deltas: Sequence[OutputDelta], tokens: Sequence[int], chances: Sequence[float]) -> None:
-    assert [token for delta in deltas for token in delta.tokens] == list(tokens)
-    got = [one.logprob for delta in deltas for one in delta.logprobs or ()]
-    assert got == pytest.approx(list(chances), abs=1e-4)
 
 
 def end(world: World, *names: str) -> None:

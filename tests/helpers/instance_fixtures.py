@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.helpers.checkpoints import greedy, make_tiny
+from tests.helpers.checkpoints import make_tiny
+from tests.helpers.greedy_reference import GreedyReference
 
 SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 32, "num_hidden_layers": 3, "head_dim": 8}
 
@@ -19,4 +20,4 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def expected(checkpoint: Path) -> Callable[[list[int], int], tuple[list[int], list[float]]]:
     """Greedy tokens and their log-probabilities, by transformers."""
-    return greedy(checkpoint)
+    return GreedyReference(checkpoint).answer

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from tests.helpers.greedy_reference import GreedyReference
 from tests.helpers.unit_latency import Linear
 
 from headway.core.batch import Executor, ManualClock
@@ -98,22 +98,10 @@ def serve(
 
 
 @cache
-def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    import transformers
-
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+def reference(folder: Path) -> GreedyReference:
+    return GreedyReference(folder)
 
 
 def greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
     """By transformers, the whole prompt at once."""
-    ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        out = reference(folder).generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
-            eos_token_id=None,
-        )  # fmt: skip
-    return [int(token) for token in out[0, len(prompt) :]]
-
-
-def prompt_of(seed: int, length: int) -> list[int]:
-    return [3 + (seed * 7919 + i * i * 31 + i * 17) % 120 for i in range(length)]
+    return reference(folder).tokens(prompt, count)

@@ -19,7 +19,7 @@ def test_every_tensor_is_where_it_has_to_be(tmp_path: Path) -> None:
         pytest.skip("this torch cannot make up a device in Python")
     folders = [str(make_tiny(family, tmp_path / family, num_hidden_layers=2)) for family in ("llama", "qwen3")]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.device_placement", *folders],
+        [sys.executable, "-m", "tests.parallel.device_placement", *folders],
         capture_output=True,
         text=True,
         timeout=300,

@@ -10,9 +10,10 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from tests.helpers.greedy_reference import prompt_of
 from tests.helpers.model_families import BLOCK, BLOCKS, checkpoint, core_of, expected, layout_of
 from tests.helpers.rank_processes import make_rank_config, rank_executor
-from tests.helpers.rank_serving import Ask, make_core, prompt_of, serve
+from tests.helpers.rank_serving import Ask, make_core, serve
 from tests.helpers.virtual_ranks import VirtualWorld
 
 from headway.cli.main import main

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from tests.helpers.greedy_reference import prompt_of
 from tests.helpers.marks import pairwise
 from tests.helpers.model_families import CHUNKINGS, FAMILIES, checkpoint, core_of, expected, layout_of
 from tests.helpers.rank_processes import make_rank_config, rank_executor
-from tests.helpers.rank_serving import Ask, prompt_of, reference, serve
+from tests.helpers.rank_serving import Ask, reference, serve
 
 from headway.core.request import TokenLogprobs
 
@@ -48,8 +48,7 @@ def check(family: str, name: str, chunking: str, schedule: str = "stream", dtype
 def hold(folder: Path, prompt: list[int], tokens: list[int], told: list[TokenLogprobs], bound: float) -> None:
     """The log-probabilities of the likeliest tokens are within twice `bound` of the largest logit of transformers', fed
     the tokens that were drawn; tokens whose margin exceeds the error are equal."""
-    with torch.inference_mode():
-        logits = reference(folder).float()(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+    logits = reference(folder).logits(prompt + tokens[:-1])[len(prompt) - 1 :]
     wanted = logits.log_softmax(-1)
     clear = 0
     for row, token, one in zip(wanted, tokens, told, strict=True):

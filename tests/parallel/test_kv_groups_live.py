@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.helpers.greedy_reference import prompt_of
 from tests.helpers.marks import quick_first
 from tests.helpers.model_families import checkpoint, expected
-from tests.helpers.rank_serving import Ask, make_core, prompt_of, serve
+from tests.helpers.rank_serving import Ask, make_core, serve
 from tests.helpers.virtual_ranks import VirtualWorld
 
 from headway.core.request import SamplingParams

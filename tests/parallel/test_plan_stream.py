@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.echo_transport import EchoTransport
-from tests.helpers.rank_serving import Ask, make_core, prompt_of, serve
+from tests.helpers.greedy_reference import prompt_of
+from tests.helpers.rank_serving import Ask, make_core, serve
 from tests.helpers.virtual_ranks import VirtualWorld
 
 from headway.core.batch import Chunk, DecodeGroup, GroupBatch, KvOp

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from tests.helpers.checkpoints import make_tiny
+from tests.helpers.greedy_reference import prompt_of
 from tests.helpers.process_tree import ends_soon
 from tests.helpers.rank_processes import BLOCK_TOKENS, KV_BLOCKS, make_rank_config, rank_executor
-from tests.helpers.rank_serving import Ask, make_core, prompt_of, serve
+from tests.helpers.rank_serving import Ask, make_core, serve
 
 from headway.core.errors import ConfigError
 from headway.runtime.executor.multi_process import ProcessTransport

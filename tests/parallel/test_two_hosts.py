@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 from tests.helpers.checkpoints import make_tiny
+from tests.helpers.greedy_reference import prompt_of
 from tests.helpers.namespaces import RAY_ADDRESS, Hosts, RayOnHosts, Running, ray_on
 from tests.helpers.polling import until
 from tests.helpers.process_tree import ends_soon
-from tests.helpers.rank_serving import greedy, prompt_of
+from tests.helpers.rank_serving import greedy
 
 HEADWAY = (sys.executable, "-m", "headway.cli.main")
 PORT = 8000

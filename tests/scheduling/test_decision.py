@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.helpers.policy_alone import CountedPool
 from tests.helpers.unit_latency import Linear, small_machine
+from tests.scheduling.policy_alone import CountedPool
 
 from headway.core.request import BACKGROUND_PRIORITY, Request, Slo
 from headway.perf.latency.base import decode_load, load_s

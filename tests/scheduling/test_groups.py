@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.helpers.grouped_world import GroupedWorld, grouped_world
 from tests.helpers.marks import quick_first
 from tests.helpers.random_worlds import random_world
 from tests.helpers.unit_latency import Linear, small_machine
+from tests.scheduling.grouped_world import GroupedWorld, grouped_world
 
 from headway.core.batch import RequestProgress
 from headway.core.errors import ConfigError, RequestError

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import pytest
 from tests.helpers.marks import quick_first
-from tests.helpers.policy_alone import PolicyBesideScheduler, beside
 from tests.helpers.random_worlds import background_world, random_world
 from tests.helpers.scheduler_simulation import World
+from tests.scheduling.policy_alone import PolicyBesideScheduler, beside
 
 
 def run(seed: int, background: bool = False) -> tuple[World, PolicyBesideScheduler]:

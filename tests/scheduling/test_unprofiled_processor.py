@@ -4,7 +4,7 @@ it must choose ones that tell, and it must not take small chunks for cheap ones.
 from __future__ import annotations
 
 import pytest
-from tests.helpers.policy_alone import CountedPool
+from tests.scheduling.policy_alone import CountedPool
 
 from headway.core.request import Request
 from headway.perf.hardware import ModelShape

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers import body_work
 from tests.helpers.polling import until
+from tests.server import body_work
 
 from headway.core.errors import RequestError, UnavailableError
 from headway.runtime import embedded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 from tests.helpers.fake_cluster import FakeCluster
 from tests.helpers.fake_engine import FakeEngine
@@ -70,12 +71,7 @@ async def test_improvement_rates_are_replaced_while_the_cluster_serves(connect: 
         assert engine.rates.source == "tonight"
 
 
-async def test_instance_endpoints_need_the_key_and_a_cluster(connect: Any, live: Any, engine: FakeCluster) -> None:
-    import httpx
-
-    async with connect(api_key="secret") as client:
-        assert (await client.get("/v1/cluster")).status_code == 401
-        assert (await client.delete("/v1/cluster/instances/0")).status_code == 401
+def test_instance_endpoints_need_a_cluster(live: Any) -> None:
     with live(FakeEngine()) as url:
         assert httpx.get(f"{url}/v1/cluster").status_code == 404
         assert httpx.put(f"{url}/v1/cluster/rates", json={"points": [[1, 0.1]]}).status_code == 404

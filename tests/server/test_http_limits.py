@@ -50,14 +50,6 @@ async def test_bodies_together_are_bounded(application: Any) -> None:
         assert again.status == 200
 
 
-async def test_a_body_that_never_arrives(application: Any) -> None:
-    async with application(body_timeout_s=0.02) as app:
-        call = Caller(app, PATH, b"")
-        call._body.clear()
-        await call.done()
-        assert call.status == 408
-
-
 async def test_compressed_bodies_are_refused(connect: Any) -> None:
     async with connect() as client:
         answer = await client.post(PATH, content=b"x", headers={"content-encoding": "gzip"})

@@ -154,18 +154,6 @@ def test_sigterm_drains_the_server(slow: Process) -> None:
     assert "ended True 0" in log
 
 
-def test_second_signal_ends_at_once(slow: Process) -> None:
-    thread, got = _in_background(slow, 4000)
-    _until_busy(slow)
-    slow.process.send_signal(signal.SIGINT)
-    slow.process.send_signal(signal.SIGTERM)
-    log = slow.end()
-    thread.join(20)
-    assert slow.process.returncode is not None
-    assert "ending at once" in log
-    assert "[DONE]" not in got[0].decode()
-
-
 def _told_of_the_end(process: Process, *signals: signal.Signals) -> str:
     """A stream and three whole answers, all cut off by these signals: what the log says."""
     stream, events = _in_background(process, 4000)

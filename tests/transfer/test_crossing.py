@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.helpers.hand_overs import arrived, check, end, params, prompt_of, rest, send
+from tests.helpers.hand_overs import arrived, end, params, rest, send
 from tests.helpers.instance_world import Part, World
+from tests.helpers.span_answers import check_answer, prompt_of
 
 from headway.runtime.engine.protocol import AbortRequest, ReserveKv
 
@@ -37,7 +38,7 @@ def test_crossing_reservations_cause_no_deadlock(checkpoint: Path, expected: Exp
         arrived(world, "a", 1, [(1, 0)])
         first = firsts["a"]
         assert first is not None
-        check(rest(world, 1, "a", prompts["a"], first, max_tokens=5), *expected(prompts["a"], 5))
+        check_answer(rest(world, 1, "a", prompts["a"], first, max_tokens=5), *expected(prompts["a"], 5))
         end(world, "a")
     finally:
         world.close()

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.helpers.hand_overs import arrived, check, end, first_token, params, prompt_of, reserve, rest, send, submit
+from tests.helpers.hand_overs import arrived, end, first_token, params, reserve, rest, send, submit
 from tests.helpers.instance_world import Part, World
+from tests.helpers.span_answers import check_answer, prompt_of
 
 from headway.runtime.engine.protocol import KvArrived, OutputDelta, ReserveKv, SendKv, SpanTaskLost
 
@@ -20,7 +21,7 @@ def test_a_prefill_is_staged_and_handed_over(trio: World, expected: Expected) ->
     reserve(trio, 2, "s", 150)
     send(trio, "s", 1, (0,), 0, 150, 2)
     arrived(trio, "s", 2, [(1, 0)])
-    check(rest(trio, 2, "s", prompt, first, max_tokens=12), *expected(prompt, 12))
+    check_answer(rest(trio, 2, "s", prompt, first, max_tokens=12), *expected(prompt, 12))
     end(trio, "s")
     for number in (0, 2):  # memory through which KV has gone from one to the other
         assert "memfd:headway-kv" in Path(f"/proc/{trio[number].process.pid}/maps").read_text()
@@ -36,7 +37,7 @@ def test_kv_follows_chunk_by_chunk_where_it_was_asked_for_before(trio: World, ex
     arrived(trio, "chunks", 2, [(1, 1), (2, 1)])
     trio[1].wait(OutputDelta, "chunks")
     (first,) = trio[1].deltas["chunks"]
-    check(rest(trio, 2, "chunks", prompt, first, max_tokens=9), *expected(prompt, 9))
+    check_answer(rest(trio, 2, "chunks", prompt, first, max_tokens=9), *expected(prompt, 9))
     end(trio, "chunks")
 
 
@@ -106,7 +107,7 @@ def test_spans_of_groups_are_gathered_where_they_are_decoded(
         pieces = [(9, source) for source in last]
     arrived(trio, request, 2, pieces)
     assert word.delta is not None
-    check(rest(trio, 2, request, prompt, word.delta, max_tokens=6), *expected(prompt, 6))
+    check_answer(rest(trio, 2, request, prompt, word.delta, max_tokens=6), *expected(prompt, 6))
     end(trio, request)
 
 
@@ -118,7 +119,7 @@ def test_kv_of_a_group_is_gathered_on_one_of_its_instances(trio: World, expected
     reserve(trio, 1, name, 120)
     send(trio, name, 1, (0, 1), 0, 120, 1)
     arrived(trio, name, 1, [(1, 0), (1, 1)])
-    check(rest(trio, 1, name, prompt, first, max_tokens=8), *expected(prompt, 8))
+    check_answer(rest(trio, 1, name, prompt, first, max_tokens=8), *expected(prompt, 8))
     end(trio, name)
 
 
@@ -129,7 +130,7 @@ def test_received_kv_can_be_sent_on_to_another_instance(trio: World, expected: E
         reserve(trio, to, "on", 80)
         send(trio, "on", piece, (source,), 0, 80, to)
         arrived(trio, "on", to, [(piece, source)])
-    check(rest(trio, 2, "on", prompt, first, max_tokens=7), *expected(prompt, 7))
+    check_answer(rest(trio, 2, "on", prompt, first, max_tokens=7), *expected(prompt, 7))
     end(trio, "on")
 
 
@@ -150,7 +151,7 @@ def test_the_first_reservation_is_granted_first_and_completely(trio: World, expe
         trio[2].wait(ReserveKv, name)
     send(trio, "second", 1, (0,), 0, 300, 2)
     arrived(trio, "second", 2, [(1, 0)])
-    check(rest(trio, 2, "second", prompt, first, max_tokens=5), *expected(prompt, 5))
+    check_answer(rest(trio, 2, "second", prompt, first, max_tokens=5), *expected(prompt, 5))
     end(trio, "second", "third", "first", "never")
 
 
@@ -199,7 +200,7 @@ def test_a_request_forgotten_during_its_transfer_leaves_nothing(trio: World, exp
     reserve(trio, 2, "after", 200)
     send(trio, "after", 1, (0,), 0, 200, 2)
     arrived(trio, "after", 2, [(1, 0)])
-    check(rest(trio, 2, "after", prompt, first, max_tokens=4), *expected(prompt, 4))
+    check_answer(rest(trio, 2, "after", prompt, first, max_tokens=4), *expected(prompt, 4))
     end(trio, "after")
 
 
@@ -227,5 +228,5 @@ def test_many_migrations_run_at_once(trio: World, expected: Expected) -> None:
                 trio.forget(name)
         trio[2].hear(0.05)
     for name, prompt in names.items():
-        check([firsts[name], *trio[2].deltas[name]], *expected(prompt, 6))
+        check_answer([firsts[name], *trio[2].deltas[name]], *expected(prompt, 6))
     end(trio)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from tests.helpers.hand_overs import arrived, params, prompt_of, reserve, rest, send
+from tests.helpers.hand_overs import arrived, params, reserve, rest, send
 from tests.helpers.instance_world import Part, World
+from tests.helpers.span_answers import prompt_of
 
 TURNS, RESTARTS = 100, 2
 WARM = 20

@@ -9,22 +9,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.helpers.hand_overs import (
-    KvLostError,
-    Relay,
-    arrived,
-    check,
-    end,
-    first_token,
-    params,
-    prompt_of,
-    reserve,
-    rest,
-    send,
-    submit,
-)
+from tests.helpers.hand_overs import KvLostError, Relay, arrived, end, first_token, params, reserve, rest, send, submit
 from tests.helpers.instance_world import Part, World
 from tests.helpers.polling import let_arrive
+from tests.helpers.span_answers import check_answer, prompt_of
 
 from headway.runtime.engine.protocol import (
     AbortRequest,
@@ -59,9 +47,9 @@ def hands_over(world: World, expected: Expected, name: str, source: int, to: int
     reserve(world, to, name, 77)
     send(world, name, 1, (source,), 0, 77, to)
     arrived(world, name, to, [(1, source)])
-    check(rest(world, to, name, prompt, first, max_tokens=5), tokens, chances)
+    check_answer(rest(world, to, name, prompt, first, max_tokens=5), tokens, chances)
     world.ask(source, name + " alone", prompt, max_tokens=5, logprobs=0)
-    check(world[source].answer(name + " alone"), tokens, chances)
+    check_answer(world[source].answer(name + " alone"), tokens, chances)
     if but:
         world.forget(name)
     else:
@@ -80,7 +68,7 @@ def test_kv_computed_before_a_pause_is_sent_and_the_rest_follows(trio: World, ex
     assert word.delta is not None
     prompt = prompt_of(120)
     submit(trio, 2, "p", prompt, "decode", word.delta.tokens, max_tokens=4)
-    check([word.delta, *trio[2].answer("p")], *expected(prompt, 4))
+    check_answer([word.delta, *trio[2].answer("p")], *expected(prompt, 4))
     end(trio, "p")
 
 
@@ -172,5 +160,5 @@ def test_a_slow_socket_delays_and_loses_nothing(trio: World, expected: Expected,
     assert trio[2].said == []
     relay.hold.set()
     arrived(trio, "slow", 2, [(1, 0)])
-    check(rest(trio, 2, "slow", prompt, trio[0].deltas["slow"][0], max_tokens=5), *expected(prompt, 5))
+    check_answer(rest(trio, 2, "slow", prompt, trio[0].deltas["slow"][0], max_tokens=5), *expected(prompt, 5))
     end(trio, "slow")

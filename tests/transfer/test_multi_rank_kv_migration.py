@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.helpers.hand_overs import arrived, check, end, first_token, params, prompt_of, reserve, rest, send, submit
+from tests.helpers.hand_overs import arrived, end, first_token, params, reserve, rest, send, submit
 from tests.helpers.instance_world import Part, World
 from tests.helpers.polling import let_arrive
+from tests.helpers.span_answers import check_answer, prompt_of
 
 from headway.runtime.engine.protocol import OutputDelta
 
@@ -48,7 +49,7 @@ def test_kv_follows_chunk_by_chunk_to_any_number_of_ranks(
     arrived(world, name, target, [(1, source), (2, source)])
     world[source].wait(OutputDelta, name)
     (first,) = world[source].deltas[name]
-    check(rest(world, target, name, prompt, first, max_tokens=9), *expected(prompt, 9))
+    check_answer(rest(world, target, name, prompt, first, max_tokens=9), *expected(prompt, 9))
     end(world, name)
 
 
@@ -58,12 +59,12 @@ def test_a_prefill_is_staged_and_handed_over_later(world: World, expected: Expec
     prompt, name = prompt_of(150, target), f"staged {source} to {target}"
     first = first_token(world, source, name, prompt, max_tokens=12)
     world.ask(source, "between", prompt_of(64, 7), max_tokens=3, logprobs=0)
-    check(world[source].answer("between"), *expected(prompt_of(64, 7), 3))
+    check_answer(world[source].answer("between"), *expected(prompt_of(64, 7), 3))
     world[source].deltas.clear()
     reserve(world, target, name, 150)
     send(world, name, 1, (source,), 0, 150, target)
     arrived(world, name, target, [(1, source)])
-    check(rest(world, target, name, prompt, first, max_tokens=12), *expected(prompt, 12))
+    check_answer(rest(world, target, name, prompt, first, max_tokens=12), *expected(prompt, 12))
     end(world, name)
 
 
@@ -78,7 +79,7 @@ def test_a_run_is_handed_over_layer_by_layer(world: World, expected: Expected) -
         word = world.done(name, parts[index])
     arrived(world, name, target, [(0, ONE), (1, ONE)])
     assert word.delta is not None
-    check(rest(world, target, name, prompt, word.delta, max_tokens=6), *expected(prompt, 6))
+    check_answer(rest(world, target, name, prompt, word.delta, max_tokens=6), *expected(prompt, 6))
     end(world, name)
 
 
@@ -133,7 +134,7 @@ def test_a_lost_rank_takes_only_its_own_instance(
     reserve(world, target, name + " again", 77)
     send(world, name + " again", 1, (source,), 0, 77, target)
     arrived(world, name + " again", target, [(1, source)])
-    check(rest(world, target, name + " again", prompt, first, max_tokens=4), *expected(prompt, 4))
+    check_answer(rest(world, target, name + " again", prompt, first, max_tokens=4), *expected(prompt, 4))
     world.forget(name + " again")
     for number in (ONE, TWO):
         world[number].said.clear()

@@ -3,7 +3,7 @@
 Asked of torch's fake tensors, which have a device, refuse operations over two of them, and hold no numbers. The device
 is one that torch lets Python make up; where the product asks for "cuda" by name, it is told that this is it.
 
-usage: python -m tests.helpers.device_placement FOLDER FOLDER
+usage: python -m tests.parallel.device_placement FOLDER FOLDER
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.helpers.rank_serving import Ask, make_core, prompt_of, serve
+from tests.helpers.greedy_reference import prompt_of
+from tests.helpers.rank_serving import Ask, make_core, serve
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend

@@ -1,15 +1,30 @@
-"""Sockets between the instances of a cluster that can be cut and slowed down: each runs through here."""
+"""`headway cluster` with links between its instances that can be hurt: each socket runs through here.
+
+usage: python -m tests.e2e.chaos_router CONTROL cluster.yaml ...
+
+At the socket CONTROL: one line of JSON a connection, `{"cut": [[pids], [pids]]}` or `{"slow": seconds}`, and one as
+answer.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import struct
+import sys
 import threading
 import time
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from headway.cli.main import main
+from headway.runtime.cluster.instances import LiveInstance
+from headway.runtime.engine.protocol import PeerAddress
 
 _MOST = 1 << 16
 
@@ -105,3 +120,42 @@ def processes(folder: Path) -> list[int]:
                 if str(folder).encode() in (each / "cmdline").read_bytes():
                     found.append(int(each.name))
     return found
+
+
+def serve(control: Path, links: Links) -> None:
+    """Do what is asked for at `control`."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(control))
+    listener.listen()
+    while True:
+        asker, _ = listener.accept()
+        with asker, asker.makefile("rw") as lines:
+            asked = json.loads(lines.readline())
+            if "cut" in asked:
+                answer = links.cut(tuple(asked["cut"]))
+            else:
+                links.slow(asked["slow"])
+                answer = 0
+            lines.write(json.dumps(answer) + "\n")
+
+
+def through(links: Links) -> None:
+    """Instances find each other through links."""
+    direct = cast(property, LiveInstance.__dict__["peer"])
+
+    def peer(self: LiveInstance) -> PeerAddress | None:
+        found: PeerAddress | None = direct.fget(self) if direct.fget is not None else None
+        if found is None:
+            return None
+        others = tuple(links.via(each) for each in found.others)
+        return msgspec.structs.replace(found, address=links.via(found.address), others=others)
+
+    LiveInstance.peer = property(peer)  # type: ignore[assignment,method-assign]
+
+
+if __name__ == "__main__":
+    control, *arguments = sys.argv[1:]
+    links = Links()
+    through(links)
+    threading.Thread(target=serve, args=(Path(control), links), daemon=True).start()
+    raise SystemExit(main(["cluster", *arguments]))
