@@ -386,8 +386,13 @@ class ChoiceAnswer:
     scored: list[ScoredToken] = field(default_factory=list)
     prompt_scored: tuple[ScoredToken, ...] | None = None
     """The prompt's tokens, where their log-probabilities were asked for."""
-    finish: str = "stop"
+    finish: Literal["stop", "length"] = "stop"
     stop_reason: str | int | None = None
+
+    def joined(self) -> TextPiece:
+        """Return all of it as one piece."""
+        text, tokens, scored = "".join(self.text), tuple(self.tokens), tuple(self.scored)
+        return TextPiece(text, tokens, scored, self.prompt_scored, self.finish, self.stop_reason)
 
     def add(self, piece: TextPiece) -> None:
         """Append the next piece."""

@@ -105,16 +105,7 @@ class ChatFormat:
         # The OpenAI API: the first chunk of a stream has the role and no content.
         first = () if index in self._begun else (self._chunk(self._opening(index)),)
         self._begun.add(index)
-        choice: dict[str, Any] = {
-            "index": index,
-            "delta": {"content": piece.text},
-            "logprobs": self._logprobs(piece.scored),
-            "finish_reason": piece.finish,
-            "stop_reason": piece.stop_reason,
-        }
-        if self.job.text.return_token_ids:
-            choice["token_ids"] = piece.tokens
-        return (*first, self._chunk(choice))
+        return (*first, self._chunk(self._choice(index, "delta", {"content": piece.text}, piece)))
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         """Return an object with usage and without choices."""
@@ -123,27 +114,29 @@ class ChatFormat:
     def whole(self, answers: Sequence[ChoiceAnswer], usage: dict[str, Any]) -> dict[str, Any]:
         """Return the complete answer."""
         choices = []
-        for index, one in enumerate(answers):
-            choice: dict[str, Any] = {
-                "index": index,
-                "message": {"role": "assistant", "content": "".join(one.text), "refusal": None},
-                "logprobs": self._logprobs(one.scored),
-                "finish_reason": one.finish,
-                "stop_reason": one.stop_reason,
-            }
-            if self.job.text.return_token_ids:
-                choice["token_ids"] = one.tokens
-            choices.append(choice)
+        for index, piece in enumerate(answer.joined() for answer in answers):
+            message = {"role": "assistant", "content": piece.text, "refusal": None}
+            choices.append(self._choice(index, "message", message, piece))
         return self._header.object("chat.completion", choices, usage=usage)
+
+    def _choice(self, index: int, field: str, content: dict[str, Any], piece: TextPiece) -> dict[str, Any]:
+        wanted = self.job.params.logprobs is not None
+        choice: dict[str, Any] = {
+            "index": index,
+            field: content,
+            "logprobs": chat_logprobs(piece.scored, self._tokenizer) if wanted else None,
+            "finish_reason": piece.finish,
+            "stop_reason": piece.stop_reason,
+        }
+        if self.job.text.return_token_ids:
+            choice["token_ids"] = piece.tokens
+        return choice
 
     def _opening(self, index: int) -> dict[str, Any]:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         return self._header.object("chat.completion.chunk", [choice], **self._null_usage)
-
-    def _logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any] | None:
-        return None if self.job.params.logprobs is None else chat_logprobs(scored, self._tokenizer)
 
 
 # /v1/completions: request parsing and answer format. A batch of prompts is answered as choices 0, 1, ...
@@ -209,10 +202,7 @@ class CompletionFormat:
 
     def chunks(self, index: int, piece: TextPiece) -> Sequence[dict[str, Any]]:
         """Return one object for the piece."""
-        choice = self._choice(
-            index, piece.text, piece.scored, piece.finish, piece.stop_reason, piece.tokens, piece.prompt_scored
-        )
-        return (self._header.object("text_completion", [choice], **self._null_usage),)
+        return (self._header.object("text_completion", [self._choice(index, piece)], **self._null_usage),)
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         """Return an object with usage and without choices."""
@@ -220,30 +210,22 @@ class CompletionFormat:
 
     def whole(self, answers: Sequence[ChoiceAnswer], usage: dict[str, Any]) -> dict[str, Any]:
         """Return the complete answer, one choice per prompt."""
-        choices = [
-            self._choice(
-                index, "".join(one.text), one.scored, one.finish, one.stop_reason, one.tokens, one.prompt_scored
-            )
-            for index, one in enumerate(answers)
-        ]
+        choices = [self._choice(index, answer.joined()) for index, answer in enumerate(answers)]
         return self._header.object("text_completion", choices, usage=usage)
 
-    def _choice(
-        self, index: int, text: str, scored: Sequence[ScoredToken], finish: str | None, reason: str | int | None,
-        tokens: Sequence[int], prompt_scored: Sequence[ScoredToken] | None,
-    ) -> dict[str, Any]:  # fmt: skip
+    def _choice(self, index: int, piece: TextPiece) -> dict[str, Any]:
         wanted = self.job.params.logprobs is not None
         choice: dict[str, Any] = {
             "index": index,
-            "text": text,
-            "logprobs": completion_logprobs(scored, self._tokenizer) if wanted else None,
-            "finish_reason": finish,
-            "stop_reason": reason,
+            "text": piece.text,
+            "logprobs": completion_logprobs(piece.scored, self._tokenizer) if wanted else None,
+            "finish_reason": piece.finish,
+            "stop_reason": piece.stop_reason,
         }
-        if self.job.text.prompt_logprobs and prompt_scored is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(prompt_scored, self._tokenizer)
+        if self.job.text.prompt_logprobs and piece.prompt_scored is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(piece.prompt_scored, self._tokenizer)
         if self.job.text.return_token_ids:
-            choice["token_ids"] = tokens
+            choice["token_ids"] = piece.tokens
         return choice
 
 
