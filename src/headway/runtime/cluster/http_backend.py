@@ -22,7 +22,7 @@ import numpy as np
 from headway.control.backend import ActionImpossible, InstanceBackend, SchedulerStats
 from headway.control.controller import ClusterController
 from headway.control.entries import ControlledRequest, KvSlice, SpanEntry
-from headway.core.errors import HeadwayError, OverloadedError
+from headway.core.errors import HeadwayError, OverloadedError, RequestError
 from headway.core.request import Phase, Request, Span
 from headway.perf.latency.groups import GroupLatency, GroupShape
 from headway.policy.placement.contract import HTTP_CAPABILITIES, ClusterInstance, Role
@@ -35,7 +35,6 @@ from headway.runtime.cluster.http_server import (
     ServerLoad,
     StreamedTokens,
     begins_anew,
-    check_supported,
     open_session,
     read_answer,
     sent_salt,
@@ -235,8 +234,7 @@ class HttpInstance:
     """A server behind HTTP as the controller sees it (`instances.LiveInstance` is the native one). `look_after` runs
     for as long as it is part of the cluster."""
 
-    required = property(lambda self: self.process is not None)
-    limits = RetryLimits(losses=6, runs=7)
+    limits: ClassVar[RetryLimits] = RetryLimits(losses=6, runs=7)
     returns_s: ClassVar[float] = 5.0
     """See `LiveInstance.returns_s`: it may have stalled."""
     node = host = 0
@@ -279,6 +277,11 @@ class HttpInstance:
     def seen(self) -> bool:
         """Whether policies place requests on it; the others compute prompts for these."""
         return self.role != "prefill"
+
+    @property
+    def required(self) -> bool:
+        """Whether the cluster waits for it at the start: it has started it."""
+        return self.process is not None
 
     @property
     def serves(self) -> bool:
@@ -548,7 +551,8 @@ class HttpBackend(InstanceBackend):
 
     def check(self, submit: SubmitRequest) -> None:
         """Raise RequestError for what a server cannot be asked for."""
-        check_supported(submit)
+        if submit.params.logprobs is not None or submit.params.prompt_logprobs is not None:
+            raise RequestError("log-probabilities are not passed on by a cluster of HTTP instances", "logprobs")
 
     def meet(self) -> None:
         """Do nothing: servers do not know each other."""

@@ -28,13 +28,6 @@ if TYPE_CHECKING:
     from headway.runtime.cluster.requests import ClusterRequest
 
 
-def check_supported(submit: SubmitRequest) -> None:
-    """Raise RequestError for what an instance behind HTTP cannot be asked for."""
-    params = submit.params
-    if params.logprobs is not None or params.prompt_logprobs is not None:
-        raise RequestError("log-probabilities are not passed on by a cluster of HTTP instances", "logprobs")
-
-
 def begins_anew(submit: SubmitRequest) -> bool:
     """Return whether another attempt has to begin with the bare prompt: its penalties count output tokens alone."""
     return bool(submit.params.presence_penalty or submit.params.frequency_penalty)

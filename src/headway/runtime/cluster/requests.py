@@ -146,14 +146,13 @@ class ClusterRequest:
         return text
 
 
-class KvMovement:
+class KvMovement(NamedTuple):
     """KV of a request on its way to one instance."""
 
-    __slots__ = ("sources", "then")
-
-    def __init__(self, sources: set[int], then: Callable[[], None]) -> None:
-        """sources: instances whose part has not arrived. then: called when all parts have."""
-        self.sources, self.then = sources, then
+    sources: set[int]
+    """Instances whose part has not arrived."""
+    then: Callable[[], None]
+    """Called when all parts have."""
 
 
 class ReservedKv:
@@ -517,7 +516,7 @@ class RetryQueue:
         return UnavailableError(why, 30.0)
 
     def given_up(self, asked: ClusterRequest) -> Exception | None:
-        """Return the error of a request that lost too many tasks; None: it may be tried again."""
+        """Return the error of a request that lost too many tasks or streams; None: it may be tried again."""
         if asked.runs_lost < self._limits.runs:
             return None
         return UnavailableError(f"the request was lost {asked.runs_lost} times; try again later", 5.0)
