@@ -1,24 +1,29 @@
 """Draw the clusters of docs/papers and docs/concepts from examples/: `python scripts/make_cluster_figures.py`. Minutes.
 
 cluster-tetris.png and cluster-ladder.png: instances over time; cluster-cdf.png: TTFT and JCT of three placements on the
-same requests; cluster-capacity.png: TTFT over the load, with knees where a monotone fit supports them.
+same requests; cluster-capacity.png: TTFT over the load, with its knee where a monotone fit supports one.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from headway.sim.cluster.build import run_cluster
+from headway.sim.metrics import RequestRecord, e2e_s, ttft_s
 from headway.sim.report import plots
-from headway.sim.report.plots import compare_figure, gantt_figure, sweep_figure
+from headway.sim.report.page import ReportChart, sweep_charts
+from headway.sim.report.plots import gantt_figure
+from headway.sim.report.tables import asked_classes
 from headway.sim.result import document
 from headway.sim.scenario import parse_scenario
 from headway.sim.sweep import parse_points, parse_sweep, run_points, with_common_draws, with_field
+from headway_research.plot import draw
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "docs" / "figures"
@@ -55,9 +60,27 @@ def main() -> int:
     gantt("cluster-combined", "cluster-ladder.png", 24.0)
     data = example("cluster-combined")
     runs = {name: run_cluster(parse_scenario(placed(data, name)), 0).sim.records for name in PLACEMENTS}
-    plots.save(compare_figure(runs, "chat"), FIGURES / "cluster-cdf.png")
+    draw(
+        [
+            cumulative("time to first token, chats", runs, ttft_s),
+            cumulative("job completion time, chats", runs, e2e_s),
+        ],
+        FIGURES / "cluster-cdf.png",
+    )
     draw_capacity(data)
     return 0
+
+
+def cumulative(
+    title: str, runs: Mapping[str, Sequence[RequestRecord]], seconds: Callable[[RequestRecord], float | None]
+) -> ReportChart:
+    """The shares of each run's chats by their times; those that have none so far do not count."""
+    times = {
+        name: sorted(s for one in records if one.klass == "chat" and (s := seconds(one)) is not None)
+        for name, records in runs.items()
+    }
+    lines = {name: [(s, (n + 1) / len(mine)) for n, s in enumerate(mine)] for name, mine in times.items()}
+    return ReportChart(title=title, x="seconds", y="share of chats", lines=lines, unit="share", log_x=True)
 
 
 def draw_capacity(data: dict[str, Any]) -> None:
@@ -66,9 +89,10 @@ def draw_capacity(data: dict[str, Any]) -> None:
     for name in PLACEMENTS[:2]:
         sweeps = [parse_sweep(LOADS)]
         at_all_loads = with_common_draws(with_field(placed(data, name), "run.seeds", SEEDS), sweeps)
-        found = run_points(parse_points(at_all_loads, sweeps), os.cpu_count() or 1).points
-        points += [{**point, "at": {**point["at"], "cluster.placement": name}} for point in found]
-    plots.save(sweep_figure(document(data, points)), FIGURES / "cluster-capacity.png")
+        swept = run_points(parse_points(at_all_loads, sweeps), os.cpu_count() or 1).points
+        points += [{**point, "at": {**point["at"], "cluster.placement": name}} for point in swept]
+    found = document(data, points)
+    draw(sweep_charts(found, asked_classes(found)), FIGURES / "cluster-capacity.png")
 
 
 if __name__ == "__main__":

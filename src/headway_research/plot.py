@@ -7,6 +7,9 @@ from pathlib import Path
 
 from headway.sim.report.page import ReportChart
 
+MOST_MARKED = 100
+"""Points of a line up to which each has a mark."""
+
 
 def draw(panels: Sequence[ReportChart], file: Path) -> list[Path]:
     """Write the picture (`.png`, `.svg`, or both without a suffix)."""
@@ -21,10 +24,12 @@ def draw(panels: Sequence[ReportChart], file: Path) -> list[Path]:
                 x, y = zip(*points, strict=True)
                 # Beyond the last colour they come again, dashed.
                 style = "-" if index < len(COLOURS) else "--"
+                # Of many points the line alone is seen.
+                marker = MARKERS[index % len(MARKERS)] if len(points) <= MOST_MARKED else None
                 axes.plot(x, y, style, label=label, lw=1.6, markersize=4, color=COLOURS[index % len(COLOURS)],
-                          marker=MARKERS[index % len(MARKERS)])  # fmt: skip
+                          marker=marker)  # fmt: skip
             axes.set_title(panel.title, fontweight="bold", fontsize=11)
-            axes.set_xlabel(panel.x)
+            axes.set_xlabel(f"{panel.x}\n{panel.note}" if panel.note else panel.x)
             axes.set_ylabel(panel.y)
             if panel.log_x:
                 axes.set_xscale("log")

@@ -10,11 +10,12 @@ import json
 import math
 import re
 from base64 import b64encode
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from rich.text import Text
 from headway import __version__
 from headway.core.files import write_output
 from headway.sim.metrics import RequestRecord, ttft_s
-from headway.sim.report.plots import COLOURS, LOAD, supported_knee, sweep_field, sweep_lines
+from headway.sim.report.plots import COLOURS
 
 MOST_POINTS = 1_500
 """Points of a line in a page. Of more, only the lowest and the highest of each few neighbours are drawn."""
@@ -144,17 +145,22 @@ def request_charts(records: Sequence[RequestRecord]) -> list[ReportChart]:
     ]
 
 
+LOAD = "workload.qps"
+
+
 def sweep_charts(data: Mapping[str, Any], asked: Collection[str]) -> list[ReportChart]:
-    """Return the shares in their SLO (of the classes `asked`) and the P99 of TTFT, over what a result's points vary."""
-    field = sweep_field(data)
-    good = sweep_lines(data, field, lambda block: block["good_share"] if block["class"] in asked else None)
-    late = sweep_lines(data, field, lambda block: block["ttft_s"]["p99"])
+    """Return the shares in their SLO (of the classes `asked`) and the P99 of TTFT, over what a result's points vary:
+    the load, else the first field with numbers, else the first."""
+    at = data["points"][0]["at"]
+    numbers = [name for name, value in at.items() if isinstance(value, int | float)]
+    field = LOAD if LOAD in numbers else next(iter(numbers or at))
+    shares = _sweep_lines(data, field, lambda block: block["good_share"] if block["class"] in asked else None)
+    waits = _sweep_lines(data, field, lambda block: block["ttft_s"]["p99"])
     knees = [
-        f"{name}: five times its first value at {found.load:.3g}/s"
-        for name, line in late.items()
+        f"{name}: {TIMES:g} times its first value at {found:.3g}/s"
+        for name, line in waits.items()
         if field == LOAD and (found := supported_knee(line)) is not None
     ]
-    shares, waits = ({name: [(x, y) for x, y, _ in line] for name, line in lines.items()} for lines in (good, late))
     words = any(isinstance(x, str) for line in waits.values() for x, _ in line)
     charts = [
         ReportChart(title="Share of requests in their SLO", x=field, lines=shares, unit="share", dots=words),
@@ -162,6 +168,74 @@ def sweep_charts(data: Mapping[str, Any], asked: Collection[str]) -> list[Report
               note="; ".join(knees)),
     ]  # fmt: skip
     return charts if shares else charts[1:]
+
+
+def _sweep_lines(
+    data: Mapping[str, Any], field: str, value: Callable[[Mapping[str, Any]], float | None]
+) -> dict[str, list[tuple[Any, float]]]:
+    """Return (x, value) of each point that has one, by class and other swept fields."""
+    lines: dict[str, list[tuple[Any, float]]] = {}
+    for point in data["points"]:
+        if not point["feasible"]:
+            continue
+        others = ", ".join(f"{words}" for name, words in point["at"].items() if name != field)
+        for block in point["mean"]["classes"]:
+            label = " · ".join(word for word in (block["class"], others) if word) or "all"
+            if (found := value(block)) is not None:
+                lines.setdefault(label, []).append((point["at"][field], found))
+    return lines
+
+
+TIMES = 5.0
+"""Latency at the knee over that of the lowest load. Tetris normalises to 25 times; there the curve is past its knee
+already, and depends on how long a run is."""
+TRUST = 1.5
+"""Factor by which a point may lie off the monotone fit. Beyond it the curve is noise around a knee, not a knee."""
+
+
+def monotone(values: Sequence[float]) -> list[float]:
+    """Return the non-decreasing sequence nearest to the values in least squares (pooling of adjacent violators)."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        pools.append((value, 1))
+        # A pool below the one before it is merged with it, at their common mean.
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (first, n), (second, m) = pools[-2:]
+            pools[-2:] = [((first * n + second * m) / (n + m), n + m)]
+    return [value for value, count in pools for _ in range(count)]
+
+
+def supported_knee(line: Sequence[tuple[float, float]]) -> float | None:
+    """Return the knee of (load, latency) points, where a monotone fit of the latencies' logarithms supports one.
+
+    None where there is no knee, and where a point lies off the fit by more than the factor `TRUST`: a latency cannot
+    fall as load rises, so that such a curve is too noisy to have one.
+    """
+    points = sorted(line)
+    if len(points) < 2 or any(latency <= 0 for _, latency in points):
+        return None
+    logs = [math.log(latency) for _, latency in points]
+    fit = monotone(logs)
+    if max(abs(one - other) for one, other in zip(logs, fit, strict=True)) > math.log(TRUST):
+        return None
+    return knee([(load, math.exp(value)) for (load, _), value in zip(points, fit, strict=True)])
+
+
+def knee(line: Sequence[tuple[float, float]], times: float = TIMES) -> float | None:
+    """Return the load at which latency first exceeds `times` that of the lowest load.
+
+    line: (load, latency), in any order. Between two points the latency's logarithm is taken as linear. None when the
+    limit is never exceeded, with fewer than two points, or when the lowest load's latency is not above 0.
+    """
+    points = sorted(line)
+    if len(points) < 2 or points[0][1] <= 0:
+        return None
+    limit = times * points[0][1]
+    for (low, below), (high, above) in pairwise(points):
+        if above > limit:
+            below = max(below, 1e-12)
+            return low + (high - low) * math.log(limit / below) / math.log(above / below)
+    return None
 
 
 def convoy_charts(data: Mapping[str, Any]) -> list[ReportChart]:

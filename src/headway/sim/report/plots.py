@@ -7,21 +7,16 @@ Figures are made without a global state of matplotlib; `save` writes them as PNG
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from headway.core.errors import ConfigError
 from headway.core.files import check_outputs
 from headway.policy.placement.contract import ClusterInstance
 from headway.sim.cluster.state import GanttBar
-from headway.sim.metrics import RequestRecord, ttft_s
 from headway.sim.report.tables import duration, tick, tokens
 
 if TYPE_CHECKING:
@@ -106,25 +101,6 @@ def save(figure: Figure, file: Path) -> list[Path]:
     return files
 
 
-def draw_cdf(axes: Axes, samples: Mapping[str, Sequence[float]], title: str) -> None:
-    """Draw cumulative distributions. Zeros (tokens of one chunk) cannot show on a log axis: they lift its start."""
-    for index, (name, values) in enumerate(samples.items()):
-        ordered = np.sort(np.asarray(values, dtype=float))
-        if ordered.size == 0:
-            continue
-        shares = np.arange(1, ordered.size + 1) / ordered.size
-        seen = ordered > 0
-        style = ("-", "--", "-.", ":")[index % 4]
-        axes.step(
-            ordered[seen], shares[seen], style, where="post", color=COLOURS[index % len(COLOURS)], lw=1.8, label=name
-        )
-    axes.set_xscale("log")
-    axes.set_ylim(0, 1.01)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.set_title(title, fontweight="bold", fontsize=11)
-    seconds_axis(axes, "x")
-
-
 def seconds_axis(axes: Axes, which: str) -> None:
     """Label a log axis in ms and s, with as many ticks as have room. Called when the axis has its limits."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -139,26 +115,6 @@ def seconds_axis(axes: Axes, which: str) -> None:
     axis.set_major_locator(LogLocator(base=10.0 ** math.ceil(decades / coarse), subs=subs, numticks=20))
     axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
     axis.set_minor_formatter(NullFormatter())
-
-
-def compare_figure(runs: Mapping[str, Sequence[RequestRecord]], klass: str | None = None) -> Figure:
-    """CDFs of TTFT and of JCT (arrival to last token), a line a run; of one class, or of all requests. Requests that
-    have not come so far do not count, so a line's end says less the more of them there are."""
-    with house_style():
-        figure = new_figure(height_in=3.6)
-        first, whole = figure.subplots(1, 2)
-        chosen = {name: [r for r in records if klass in (None, r.klass)] for name, records in runs.items()}
-        waits = {name: [s for r in mine if (s := ttft_s(r)) is not None] for name, mine in chosen.items()}
-        ends = {
-            name: [r.finish_s - r.arrival_s for r in mine if r.finish_s is not None] for name, mine in chosen.items()
-        }
-        of = f", {klass}" if klass else ""
-        draw_cdf(first, waits, f"time to first token{of}")
-        draw_cdf(whole, ends, f"job completion time{of}")
-        for axes in (first, whole):
-            axes.tick_params(axis="x", labelsize=9)
-        whole.legend(loc="lower right", handlelength=2.4)
-    return figure
 
 
 def convoy_figure(data: Mapping[str, Any], titles: Sequence[str] | None = None) -> Figure:
@@ -213,189 +169,6 @@ def _convoy_limits(axes: Axes, runs: Sequence[Mapping[str, Any]]) -> None:
         axes.set_ylim(min(waits) / 2, max(waits) * 9)
     axes.set_xlim(0, max(run["long"]["ttft_s"]["p50"] for run in runs) * 1.08)
     seconds_axis(axes, "y")
-
-
-TIMES = 5.0
-"""Tetris normalises to 25 times; there the curve is past its knee already, and depends on how long a run is."""
-
-
-TRUST = 1.5
-"""Factor by which a point may lie off the monotone fit. Beyond it the curve is noise around a knee, not a knee."""
-
-
-class SupportedKnee(NamedTuple):
-    """The knee of a curve that a monotone fit describes, and the loads between which it lies."""
-
-    load: float
-    low: float
-    """The highest load up to which every point, at its upper bound, is within the limit."""
-    high: float
-    """The lowest load from which on every point, at its lower bound, is above it; infinite: the last point may not
-    be."""
-
-
-def monotone(values: Sequence[float]) -> list[float]:
-    """Return the non-decreasing sequence nearest to the values in least squares (pooling of adjacent violators)."""
-    pools: list[tuple[float, int]] = []
-    for value in values:
-        pools.append((value, 1))
-        # A pool below the one before it is merged with it, at their common mean.
-        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            (first, n), (second, m) = pools[-2:]
-            pools[-2:] = [((first * n + second * m) / (n + m), n + m)]
-    return [value for value, count in pools for _ in range(count)]
-
-
-def supported_knee(line: Sequence[tuple[float, float, float]], times: float = TIMES) -> SupportedKnee | None:
-    """Return the knee of (load, latency, half of its interval) points, where a monotone fit supports one.
-
-    The fit is of the latencies' logarithms. None where there is no knee, and where a point lies off the fit by more
-    than the factor `TRUST`: a latency cannot fall as load rises, so that such a curve is too noisy to have one.
-    """
-    points = sorted(line)
-    if len(points) < 2 or any(latency <= 0 for _, latency, _ in points):
-        return None
-    logs = [math.log(latency) for _, latency, _ in points]
-    fit = monotone(logs)
-    if max(abs(one - other) for one, other in zip(logs, fit, strict=True)) > math.log(TRUST):
-        return None
-    loads = [load for load, _, _ in points]
-    at = knee([(load, math.exp(value)) for load, value in zip(loads, fit, strict=True)], times)
-    if at is None:
-        return None
-    limit = times * math.exp(fit[0])
-    # The points themselves, with their intervals, say between which loads the limit is passed.
-    below = [load for load, latency, half in points if latency + half <= limit]
-    above = [load for load, latency, half in points if latency - half <= limit]
-    first_over = next((load for load, latency, half in points if latency + half > limit), math.inf)
-    low = max((load for load in below if load < first_over), default=loads[0])
-    high = min((load for load in loads if load > max(above, default=-math.inf)), default=math.inf)
-    return SupportedKnee(at, min(low, at), max(high, at))
-
-
-def knee(line: Sequence[tuple[float, float]], times: float = TIMES) -> float | None:
-    """Return the load at which latency first exceeds `times` that of the lowest load.
-
-    line: (load, latency), in any order. Between two points the latency's logarithm is taken as linear. None when the
-    limit is never exceeded, with fewer than two points, or when the lowest load's latency is not above 0.
-    """
-    points = sorted(line)
-    if len(points) < 2 or points[0][1] <= 0:
-        return None
-    limit = times * points[0][1]
-    for (low, below), (high, above) in pairwise(points):
-        if above > limit:
-            below = max(below, 1e-12)
-            return low + (high - low) * math.log(limit / below) / math.log(above / below)
-    return None
-
-
-LOAD = "workload.qps"
-PANELS = (("ttft_s", "p50", "TTFT, median"), ("ttft_s", "p99", "TTFT, P99"), ("max_tbt_s", "p99", "worst gap, P99"))
-
-
-def sweep_field(data: Mapping[str, Any]) -> str:
-    """Return what a result's points are drawn over: the load, else the first field with numbers, else the first."""
-    at = data["points"][0]["at"]
-    numbers = [name for name, value in at.items() if isinstance(value, int | float)]
-    return LOAD if LOAD in numbers else next(iter(numbers or at))
-
-
-def sweep_figure(data: Mapping[str, Any]) -> Figure:
-    """Three panels over a swept number, the load before others. Points that do not fit are left out; several seeds
-    draw intervals."""
-    field = sweep_field(data)
-    with house_style():
-        figure = new_figure(height_in=3.6)
-        panels = figure.subplots(1, len(PANELS))
-        for axes, (metric, cut, title) in zip(panels, PANELS, strict=True):
-            lines = sweep_lines(data, field, partial(_percentile, metric, cut))
-            for index, (label, line) in enumerate(lines.items()):
-                _sweep_line(axes, index, label, line)
-                if field == LOAD and metric == "ttft_s":
-                    _mark_knee(axes, index, line)
-            axes.set_title(title, fontweight="bold", fontsize=11)
-            axes.set_xlabel(field)
-            axes.set_yscale("log")
-            low, high = axes.get_ylim()
-            axes.set_ylim(min(low, high / 30), high * 1.3)
-            seconds_axis(axes, "y")
-        handles, labels = panels[0].get_legend_handles_labels()
-        if len(labels) > 1:
-            figure.legend(handles, labels, loc="outside lower center", ncols=4, handlelength=2.4)
-    return figure
-
-
-def _percentile(metric: str, cut: str, block: Mapping[str, Any]) -> float | None:
-    # A logarithmic axis has no place for 0.
-    return block[metric][cut] or None
-
-
-def _mark_knee(axes: Axes, index: int, line: list[tuple[float, float, float]]) -> None:
-    """Mark the knee, where the points support one: where the curve exceeds `TIMES` its value at the lowest load."""
-    found = supported_knee(line)
-    # the curve stays below the limit within the sweep, or is too noisy
-    if found is None:
-        return
-    colour = COLOURS[index % len(COLOURS)]
-    axes.axvline(found.load, color=colour, lw=1.0, ls=":")
-    if math.isfinite(found.high):
-        axes.axvspan(found.low, found.high, color=colour, alpha=0.08, lw=0)
-    between = f"{found.low:.3g} to {found.high:.3g}" if math.isfinite(found.high) else f"above {found.low:.3g}"
-    loads = [load for load, _, _ in line]
-    # on the side of the line that has more room
-    left = found.load > (min(loads) + max(loads)) / 2
-    axes.annotate(
-        f"{TIMES:g}× at {found.load:.3g}/s ({between})",
-        (found.load, 0.02 + 0.06 * (index % 6)),
-        xycoords=("data", "axes fraction"),
-        xytext=(-3 if left else 3, 0),
-        textcoords="offset points",
-        ha="right" if left else "left",
-        color=colour,
-        fontsize=8,
-        va="bottom",
-        bbox={"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 0.5},
-    )
-
-
-def sweep_lines(
-    data: Mapping[str, Any], field: str, value: Callable[[Mapping[str, Any]], float | None]
-) -> dict[str, list[tuple[Any, float, float]]]:
-    """Return (x, value, half of its interval) of each point, by class and other swept fields. Points without a value
-    are left out."""
-    lines: dict[str, list[tuple[Any, float, float]]] = {}
-    for point in data["points"]:
-        if not point["feasible"]:
-            continue
-        others = ", ".join(f"{words}" for name, words in point["at"].items() if name != field)
-        for index, block in enumerate(point["mean"]["classes"]):
-            half = value(point["ci95"]["classes"][index]) if point["ci95"] else None
-            label = " · ".join(word for word in (block["class"], others) if word) or "all"
-            if (found := value(block)) is not None:
-                lines.setdefault(label, []).append((point["at"][field], found, half or 0.0))
-    return lines
-
-
-def _sweep_line(axes: Axes, index: int, label: str, line: list[tuple[Any, float, float]]) -> None:
-    x, y, half = zip(*line, strict=True)
-    # Between words there is nothing to join by a line, and long ones need room.
-    words = isinstance(x[0], str)
-    if words:
-        axes.tick_params(axis="x", labelrotation=25)
-    low = [min(h, 0.9 * v) for v, h in zip(y, half, strict=True)]
-    axes.errorbar(
-        x,
-        y,
-        yerr=[low, list(half)],
-        marker=MARKERS[index % len(MARKERS)],
-        color=COLOURS[index % len(COLOURS)],
-        markersize=6 if words else 4,
-        lw=0.0 if words else 1.6,
-        elinewidth=1.6,
-        capsize=2,
-        label=label,
-    )
 
 
 MOST_BARS = 20_000
