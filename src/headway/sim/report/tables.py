@@ -15,7 +15,7 @@ from typing import Any, Self
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from headway.sim.metrics import (
@@ -453,91 +453,67 @@ def calibration_report(data: Mapping[str, Any]) -> RenderableType:
 # Progress bars of load runs and of simulations.
 
 
-def terminal_bar(text: str) -> Progress:
-    """Return a progress bar on stderr that vanishes at its end; without a terminal it draws nothing."""
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn(text),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    )
-
-
 class StepBar:
-    """A bar that appears with its first step. A context manager, called with the steps done, and all."""
+    """A bar on stderr, if that is a terminal, that appears with its first step and vanishes at its end. A context
+    manager, called with the steps done, and all."""
 
-    def __init__(self, text: str, *, shown: bool = True) -> None:
-        """shown: False: nothing is drawn."""
-        self._bar = terminal_bar(text)
-        self._shown = shown
-        self._task: TaskID | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._task is not None:
-            self._bar.stop()
-
-    def __call__(self, done: int, total: int) -> None:
-        if not self._shown:
-            return
-        if self._task is None:
-            self._bar.start()
-            self._task = self._bar.add_task("", total=total)
-        self._bar.update(self._task, completed=done, total=total)
-
-
-class _CountBar:
-    """A bar of what has ended, on stderr if that is a terminal. A context manager."""
-
-    def __init__(self, text: str, total: int | None, words: str = "") -> None:
-        """text: the column before the bar. total: None: known only at the end."""
-        self._bar = terminal_bar(text)
-        self._task = self._bar.add_task(words, total=total)
+    def __init__(self, text: str, total: int | None = None, *, shown: bool = True) -> None:
+        """text: the column before the bar. total: None: not known yet. shown: False: nothing is drawn."""
+        console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn(text),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not (shown and console.is_terminal),
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=total)
 
     def __enter__(self) -> Self:
-        self._bar.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._bar.stop()
 
+    def __call__(self, done: int, total: int) -> None:
+        self._step(completed=done, total=total)
 
-class LoadProgress(_CountBar):
+    def _step(self, **change: Any) -> None:
+        self._bar.start()
+        self._bar.update(self._task, **change)
+
+
+class LoadProgress(StepBar):
     """Progress of a load run: answered, open, failed."""
 
     def __init__(self, total: int) -> None:
+        super().__init__("{task.description}", total)
         self._open = self._failed = 0
-        super().__init__("{task.description}", total, self._words())
-
-    def _words(self) -> str:
-        failed = f", [red]{self._failed} failed[/red]" if self._failed else ""
-        return f"{self._open} open{failed}"
 
     def sent(self) -> None:
         """Count a request that was sent."""
         self._open += 1
-        self._bar.update(self._task, description=self._words())
+        self._step(description=self._words())
 
     def done(self, ok: bool) -> None:
         """Count a request that has ended."""
         self._open -= 1
         self._failed += not ok
-        self._bar.update(self._task, advance=1, description=self._words())
+        self._step(advance=1, description=self._words())
+
+    def _words(self) -> str:
+        failed = f", [red]{self._failed} failed[/red]" if self._failed else ""
+        return f"{self._open} open{failed}"
 
 
-class RunProgress(_CountBar):
-    """Number of simulations done."""
+class RunProgress(StepBar):
+    """Number of simulations done. total: None: how many there will be is known only at the end."""
 
     def __init__(self, total: int | None) -> None:
-        """total: None: how many there will be is known only at the end."""
         super().__init__("simulating {task.description}", total)
 
     def done(self, name: str = "") -> None:
         """Count a simulation that has ended. name: what it simulated."""
-        self._bar.update(self._task, advance=1, description=name)
+        self._step(advance=1, description=name)
