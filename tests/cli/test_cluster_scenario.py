@@ -107,10 +107,9 @@ def test_the_simulated_policy_decides_by_what_the_live_one_gets(tmp_path: Path, 
     copy = pickle.loads(pickle.dumps(cluster))
     results = [run_scenario(scenario, 0, measured=each).sim.records for each in (cluster, copy)]
     assert results[0] == results[1]
-    spec = cluster.spec()
-    assert not spec.policy_context.pads_heads
-    assert (spec.rows, spec.backends, spec.sends_layers) == (512, 16, False)
-    assert type(placement_of(scenario, spec)).__name__ == "FifoPlacement"
+    assert not cluster.policy_context.pads_heads
+    assert (cluster.rows, cluster.backends, cluster.sends_layers) == (512, 16, False)
+    assert type(placement_of(scenario, cluster)).__name__ == "FifoPlacement"
 
 
 def test_prefix_caches_are_simulated_as_served(tmp_path: Path, loads: list[Any]) -> None:
@@ -120,7 +119,7 @@ def test_prefix_caches_are_simulated_as_served(tmp_path: Path, loads: list[Any])
         data = {"pools": pools, "serve": serve, "placement": placement, "options": options, "workload": workload}
         scenario, cluster = ClusterScenarios(tmp_path / "c.yaml", {}).parse(data, "c.yaml")
         assert cluster is not None
-        assert not cluster.spec().policy_context.copies_prefixes
+        assert not cluster.policy_context.copies_prefixes
         sim = run_scenario(scenario, 0, measured=cluster).sim
         assert all(record.ok for record in sim.records)
         # What a trace counts as cached does not count beside a simulated cache.

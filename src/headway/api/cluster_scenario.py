@@ -20,7 +20,7 @@ from headway.runtime.cluster.cluster_file import ClusterFile, cluster_file, firs
 from headway.runtime.engine.config import EngineConfig, settle
 from headway.serving.launch import model_folder
 from headway.serving.serve_settings import ServeSettings, instance_configs, shared_cores
-from headway.sim.cluster.build import MeasuredCluster
+from headway.sim.cluster.state import ClusterSpec
 from headway.sim.scenario import ClusterSection, MemorySection, ModelSection, PoolSection, PrefixCacheSection, Scenario
 from headway.sim.sweep import ParsedScenario
 
@@ -75,7 +75,7 @@ class ClusterScenarios:
                 print(f"warning: {sentence}", file=sys.stderr)
 
 
-def _scenario(file: ClusterFile, cluster: MeasuredCluster, name: str, where: str) -> Scenario:
+def _scenario(file: ClusterFile, cluster: ClusterSpec, name: str, where: str) -> Scenario:
     """Return the scenario's sections. Those of hardware and latencies stay unset: `cluster` has what was measured."""
     caches = [engine.prefix_cache for engine in cluster.engines if engine.prefix_cache is not None]
     first = iter(first_of(file))
@@ -105,7 +105,7 @@ def _scenario(file: ClusterFile, cluster: MeasuredCluster, name: str, where: str
     )
 
 
-def _traffic(cluster: MeasuredCluster) -> dict[str, Any]:
+def _traffic(cluster: ClusterSpec) -> dict[str, Any]:
     """Return the workload of a file that has none: the dry run's prompts, at `LOAD`."""
     short, long = prompt_lengths(cluster.longest)
     alone = GroupShape(1)

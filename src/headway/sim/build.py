@@ -52,8 +52,7 @@ from headway.sim.workload.traces import MOST_REQUESTS, RequestTrace, read_trace
 from headway.sim.workload.transforms import rewrite
 
 if TYPE_CHECKING:
-    from headway.sim.cluster.build import MeasuredCluster
-    from headway.sim.cluster.state import ClusterResult
+    from headway.sim.cluster.state import ClusterResult, ClusterSpec
 
 
 # Memory plan of an instance: weights, activations and KV of the fullest rank against the device's memory.
@@ -289,7 +288,7 @@ def run_scenario(
     detail: RunDetail = RunDetail(),  # noqa: B008 - immutable
     on_progress: OnProgress | None = None,
     stopwatch: Callable[[], float] | None = None,
-    measured: MeasuredCluster | None = None,
+    measured: ClusterSpec | None = None,
 ) -> ScenarioRun:
     """Simulate one seed of a scenario. measured: instances in place of those that `scenario.cluster` describes."""
     if scenario.cluster.placement is not None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from headway.core.errors import ConfigError
 from headway.policy.placement.registry import options_of
 from headway.sim.build import InfeasibleError, RunDetail, ScenarioRun, draws_of, run_scenario
-from headway.sim.cluster.build import MeasuredCluster
+from headway.sim.cluster.state import ClusterSpec
 from headway.sim.result import point_json, run_json
 from headway.sim.scenario import Scenario, parse_scenario
 
@@ -54,7 +54,6 @@ class WorkerProcesses:
             self._pool = None
 
     def map(self, run: Callable[[Item], Result], tasks: Sequence[Item]) -> Iterator[Result]:
-        """See `run_in_processes`."""
         if self._jobs <= 1 or not tasks:
             # lazy and in this process: no start-up cost, and errors keep their traceback
             return map(run, tasks)
@@ -94,7 +93,7 @@ class Task(NamedTuple):
     scenario: Scenario
     seed: int
     stopwatch: Stopwatch
-    cluster: MeasuredCluster | None = None
+    cluster: ClusterSpec | None = None
     one_of_several: bool = False
     """Then a fault is the point's outcome, and the other points are simulated."""
 
@@ -103,7 +102,7 @@ class ParsedScenario(NamedTuple):
     """What a point's data say."""
 
     scenario: Scenario
-    cluster: MeasuredCluster | None = None
+    cluster: ClusterSpec | None = None
     """Of a cluster file: its instances, measured, in place of those that a scenario describes."""
 
 
@@ -222,8 +221,7 @@ class SweepPoint:
     at: Mapping[str, Any]
     """The swept fields and their values; empty without a sweep."""
     scenario: Scenario
-    cluster: MeasuredCluster | None = None
-    """See `ParsedScenario`."""
+    cluster: ClusterSpec | None = None
 
 
 @dataclass(frozen=True)

@@ -269,13 +269,11 @@ class FastSpLatency:
         )
 
     def prefill_s(self, past: int, tokens: int, group: GroupShape) -> float:
-        """See GroupLatency."""
         if group.sp == 1:
             return self._single.prefill_s(past, tokens, group)
         return self._whole_s(past + tokens, group) - (self._whole_s(past, group) if past else 0.0)
 
     def solve_tokens(self, past: int, budget_s: float, group: GroupShape) -> int:
-        """See GroupLatency."""
         return largest(lambda tokens: self.prefill_s(past, tokens, group), budget_s)
 
     def _whole_s(self, tokens: int, group: GroupShape) -> float:

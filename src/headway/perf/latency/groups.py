@@ -316,7 +316,6 @@ class ShardedDecode(LatencyModel):
         self._exchange_s = 2 * layers * link.latency_s if members > 1 else 0.0
 
     def token_s(self, first: int, last: int) -> Seconds:
-        """See LatencyModel."""
         if self._masters == 1:
             return self._member.token_s(first, last)
         # Rows of the fullest master, which sets the time; the member's table is read once for all shares.
@@ -329,7 +328,6 @@ class ShardedDecode(LatencyModel):
         return self._member.chunk_s(past // self._members, first, last) + self._exchange_s
 
     def decode_s(self, decodes: int, kv_sum: int) -> float:
-        """See LatencyModel."""
         return self._member.decode_s(decodes, -(-kv_sum // self._members)) + self._exchange_s
 
     def observe(self, load: BatchLoad, measured_s: float) -> None:

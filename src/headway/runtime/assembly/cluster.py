@@ -47,7 +47,8 @@ from headway.runtime.launcher.processes import ENGINE
 from headway.runtime.launcher.ray_hosts import RayHosts
 from headway.runtime.launcher.standby import EngineTemplate, TemplatePool
 from headway.sim.build import hosted, serving_of
-from headway.sim.cluster.build import MeasuredCluster
+from headway.sim.cluster.build import engine_of
+from headway.sim.cluster.state import ClusterSpec
 from headway.sim.prefix_cache import PrefixCacheSpec
 from headway.sim.spec import InstanceSpec
 
@@ -217,7 +218,7 @@ class ClusterPlan(NamedTuple):
     """A described cluster whose instances are not started."""
 
     rules: ClusterRules
-    cluster: MeasuredCluster
+    cluster: ClusterSpec
 
 
 def measurement(core: EngineCore, config: EngineConfig) -> InstanceMeasurement:
@@ -253,13 +254,19 @@ def cluster_plan(
         for i, (node, role, config, (info, _)) in enumerate(each)
     )
     rules = rules_of(file, model, [info for info, _ in measured])
-    cluster = MeasuredCluster(
+    engines, network = [engine for _, engine in measured], links(file)
+    cluster = ClusterSpec(
         instances=instances,
-        engines=tuple(engine for _, engine in measured),
+        engine=partial(engine_of, engines, network, rules.shape.layers, False),
         spans=rules.latency,
         shape=rules.shape,
-        links=links(file),
+        serving=engines[0].serving,
+        links=network,
         backends=file.backends,
+        # A live scheduler's prompt leaves when it is complete.
+        sends_layers=False,
+        pads_heads=False,
+        copies_prefixes=False,
         rows=rules.rows,
         whole_prompts=file.combination.whole_prompts,
         longest=merged_info([info for info, _ in measured], rules.longest(instances)).max_model_len,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
@@ -29,9 +30,10 @@ from headway.runtime.assembly.facts import summary
 from headway.runtime.cluster.cluster_file import ClusterFile, first_of
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.core import EngineCore
+from headway.sim.cluster.build import engine_of
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.report.tables import duration
-from headway.sim.spec import RunSpec
+from headway.sim.spec import InstanceSpec, RunSpec
 from headway.sim.workload import TraceRequest
 
 
@@ -230,8 +232,8 @@ def with_longer_iterations(plan: ClusterPlan, lengths: tuple[int, int]) -> tuple
     An engine whose iteration times are set keeps them."""
     short, long = lengths
     longest_s = min(_SHARE * _target_s(plan, short), _alone_s(plan, long) / _ITERATIONS)
-    engines, left = [], 1.0
-    for engine in plan.cluster.engines:
+    cluster, engines, left = plan.cluster, list[InstanceSpec](), 1.0
+    for engine in cluster.engines:
         config, latency = engine.config, engine.latency
         aim_s, least = reference_aim_s(config, latency), max(config.min_chunk, 16)
         usual_s, step_s = PrefillCache(latency, aim_s, least).total_s(long), longest_s
@@ -242,7 +244,8 @@ def with_longer_iterations(plan: ClusterPlan, lengths: tuple[int, int]) -> tuple
             left = min(left, PrefillCache(latency, step_s, least).total_s(long) / usual_s)
         # No two prompts begin alike: a prefix cache would only be filled and emptied.
         engines.append(replace(engine, config=config, prefix_cache=None))
-    return plan._replace(cluster=replace(plan.cluster, engines=tuple(engines))), left
+    made = partial(engine_of, engines, cluster.links, cluster.shape.layers, False)
+    return plan._replace(cluster=replace(cluster, engine=made)), left
 
 
 def _met(plan: ClusterPlan, rate_rps: float, lengths: tuple[int, int]) -> float:
@@ -259,7 +262,7 @@ def _met(plan: ClusterPlan, rate_rps: float, lengths: tuple[int, int]) -> float:
         requests.append(TraceRequest(at, _length(number, lengths), OUTPUT))
     # By then every first token has come in time or has not.
     window_s = at + _target_s(plan, lengths[1])
-    result = simulate_cluster(plan.cluster.spec(), plan.rules.policy(), requests, RunSpec(window_s=window_s))
+    result = simulate_cluster(plan.cluster, plan.rules.policy(), requests, RunSpec(window_s=window_s))
     met = 0
     for record in result.sim.records:
         if record.token_s and record.error in (None, "unfinished"):

@@ -1,11 +1,9 @@
-"""Compile a scenario with a placement to a `ClusterSpec`, and write a cluster whose engines were measured
-as plain data.
-"""
+"""Compile a scenario with a placement to a `ClusterSpec`, and simulate it, or one whose engines were measured."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import msgspec
 from headway.core.errors import ConfigError
 from headway.perf.hardware import AcceleratorSpec, ModelShape, link
 from headway.perf.latency.groups import GroupLatency, RingLatency, ShardedDecode
-from headway.perf.utilisation import UtilisationBase
+from headway.perf.utilisation import mean_base
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.placement.contract import (
     ALL_CAPABILITIES,
@@ -45,58 +43,6 @@ from headway.sim.spec import InstanceSpec
 from headway.sim.workload import TraceRequest
 
 
-@dataclass(frozen=True)
-class MeasuredCluster:
-    """A described cluster whose instances are not started. It can be sent to other processes."""
-
-    instances: tuple[ClusterInstance, ...]
-    engines: tuple[InstanceSpec, ...]
-    """By instance: that of its pool, with measured latencies."""
-    spans: GroupLatency
-    """What the policy predicts spans with."""
-    shape: ModelShape
-    links: ClusterLinks
-    backends: int
-    """Pieces of KV that an instance receives at a time."""
-    rows: int
-    """See `ClusterSpec.rows`."""
-    whole_prompts: bool
-    """See `PolicyContext.whole_prompts`."""
-    longest: int
-    """Tokens of the longest request that is served, output included."""
-    utilisation_base: UtilisationBase | None = None
-    """Peaks of an instance in the mean over all; None: not known."""
-
-    def check_lengths(self, requests: Sequence[TraceRequest]) -> None:
-        """Raise InfeasibleError when a request is longer than the instances serve: a live cluster refuses it."""
-        longest = max(request.prompt_tokens + request.output_tokens for request in requests)
-        if longest > self.longest:
-            raise InfeasibleError(
-                f"the longest request has {longest:,} tokens, and the instances serve up to {self.longest:,} "
-                "(max_model_len): set workload.max_prompt, or serve.max_model_len"
-            )
-
-    def spec(self) -> ClusterSpec:
-        """Return the inputs of its simulation."""
-        return ClusterSpec(
-            instances=self.instances,
-            engine=partial(_engine_of, self.engines, self.links, self.shape.layers, 1),
-            spans=self.spans,
-            shape=self.shape,
-            serving=self.engines[0].serving,
-            links=self.links,
-            backends=self.backends,
-            # A live scheduler's prompt leaves when it is complete.
-            sends_layers=False,
-            rows=self.rows,
-            pads_heads=False,
-            copies_prefixes=False,
-            whole_prompts=self.whole_prompts,
-            longest=self.longest,
-            utilisation_base=self.utilisation_base,
-        )
-
-
 def run_cluster(
     scenario: Scenario,
     seed: int,
@@ -104,15 +50,13 @@ def run_cluster(
     keep_bars: bool = False,
     on_progress: OnProgress | None = None,
     stopwatch: Callable[[], float] | None = None,
-    measured: MeasuredCluster | None = None,
+    measured: ClusterSpec | None = None,
 ) -> ClusterResult:
     """Simulate one seed of a scenario with a placement. measured: instances in place of the described ones."""
     requests = workload_of(scenario, seed)
-    if measured is None:
-        spec = cluster_of(scenario, requests)
-    else:
-        measured.check_lengths(requests)
-        spec = measured.spec()
+    if measured is not None:
+        _check_lengths(measured, requests)
+    spec = cluster_of(scenario, requests) if measured is None else measured
     placement = placement_of(scenario, spec)
     return simulate_cluster(
         spec,
@@ -123,6 +67,16 @@ def run_cluster(
         on_progress=on_progress,
         stopwatch=stopwatch,
     )
+
+
+def _check_lengths(spec: ClusterSpec, requests: Sequence[TraceRequest]) -> None:
+    """Raise InfeasibleError when a request is longer than the instances serve: a live cluster refuses it."""
+    longest = max(request.prompt_tokens + request.output_tokens for request in requests)
+    if longest > spec.longest:
+        raise InfeasibleError(
+            f"the longest request has {longest:,} tokens, and the instances serve up to {spec.longest:,} "
+            "(max_model_len): set workload.max_prompt, or serve.max_model_len"
+        )
 
 
 def placement_of(scenario: Scenario, spec: ClusterSpec) -> PlacementPolicy:
@@ -153,9 +107,7 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
     return ClusterSpec(
         instances=instances,
         longest=longest_request(combination.placement, combination.options, combination.whole_prompts, instances),
-        engine=lambda group: _engine_of(
-            specs, links, shape.layers, len(group) if cluster.masters == "all" else 1, group
-        ),
+        engine=partial(engine_of, specs, links, shape.layers, cluster.masters == "all"),
         spans=_spans(scenario, ring, device, shape, lead),
         serving=lead_spec.serving,
         shape=shape,
@@ -167,29 +119,23 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
         kv_reservations=cluster.kv_reservations and not combination.over_http,
         capabilities=HTTP_CAPABILITIES if combination.over_http else ALL_CAPABILITIES,
         whole_prompts=combination.whole_prompts,
-        utilisation_base=_utilisation_base(cluster.pools, device, shape),
+        utilisation_base=mean_base([spec.utilisation_base for spec in specs]),
     )
 
 
-def _engine_of(
-    alone: Sequence[InstanceSpec], links: ClusterLinks, layers: int, masters: int, group: Sequence[ClusterInstance]
+def engine_of(
+    alone: Sequence[InstanceSpec], links: ClusterLinks, layers: int, all_masters: bool, group: Sequence[ClusterInstance]
 ) -> InstanceSpec:
-    """Return the engine of an instance, or of a group. alone: of each instance. masters: members of a group that
-    compute the layers outside attention, as LoongServe has it."""
+    """Return the engine of an instance, or of a group. alone: of each instance. all_masters: all members of a group
+    compute layers outside attention, as LoongServe has it, and not one of them all."""
     spec = alone[group[0].id]
     if len(group) == 1:
         return spec
     # a group across nodes exchanges over the slower link
     link = links.inside if len({instance.node for instance in group}) == 1 else links.across
-    latency = ShardedDecode(spec.latency, len(group), layers, link, masters)
+    latency = ShardedDecode(spec.latency, len(group), layers, link, len(group) if all_masters else 1)
     kv_tokens = sum(instance.capacity for instance in group)
     return replace(spec, latency=latency, actual_latency=hosted(latency, serving_of(spec.latency)), kv_tokens=kv_tokens)
-
-
-def _utilisation_base(pools: Sequence[PoolSection], device: AcceleratorSpec, shape: ModelShape) -> UtilisationBase:
-    """Return the peaks of an instance in the mean over all: pools may differ in size."""
-    devices = sum(pool.count * pool.layout.accelerators for pool in pools) / sum(pool.count for pool in pools)
-    return UtilisationBase(shape=shape, peak_flops=device.flops * devices, peak_bandwidth=device.bandwidth * devices)
 
 
 def _instances(

@@ -178,7 +178,7 @@ class SimRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """The cluster at the start of a simulation."""
+    """The cluster at the start of a simulation: as a scenario describes it, or as a live one was measured."""
 
     instances: tuple[ClusterInstance, ...]
     """In order of id."""
@@ -219,6 +219,11 @@ class ClusterSpec:
     longest: int = 0
     """Tokens of the longest request that is served, output included; longer ones are refused, as by a live cluster. 0:
     not limited."""
+
+    @property
+    def engines(self) -> tuple[InstanceSpec, ...]:
+        """The engine of each instance, where it works alone."""
+        return tuple(self.engine([instance]) for instance in self.instances)
 
     @property
     def policy_context(self) -> PolicyContext:

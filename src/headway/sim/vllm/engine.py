@@ -250,7 +250,6 @@ class SimulatedVllm:
         return None
 
     def prompt_progress(self, batch_id: int) -> list[tuple[str, int, bool]]:
-        """As of `SimulatedEngine`."""
         steps = [flying.step for flying in self._in_flight if flying.step.number == batch_id]
         return [
             (

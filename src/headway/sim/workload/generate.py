@@ -40,7 +40,6 @@ class PoissonArrivals:
     rate_rps: float
 
     def times(self, rng: np.random.Generator, count: int) -> Times:
-        """See `ArrivalProcess`."""
         return _from_gaps(rng.exponential(1 / self.rate_rps, count))
 
 
@@ -52,7 +51,6 @@ class GammaArrivals:
     cv: float
 
     def times(self, rng: np.random.Generator, count: int) -> Times:
-        """See `ArrivalProcess`."""
         # a gamma law of shape k has the coefficient of variation 1/√k and the mean k · scale
         shape = 1 / self.cv**2
         return _from_gaps(rng.gamma(shape, 1 / (self.rate_rps * shape), count))
@@ -65,7 +63,6 @@ class ConstantArrivals:
     rate_rps: float
 
     def times(self, rng: np.random.Generator, count: int) -> Times:
-        """See `ArrivalProcess`."""
         return np.arange(count, dtype=np.float64) / self.rate_rps
 
 
@@ -111,7 +108,6 @@ class FixedLengths:
     tokens: int
 
     def sample(self, rng: np.random.Generator, count: int) -> Counts:
-        """See `LengthDistribution`."""
         return np.full(count, self.tokens, dtype=np.int64)
 
 
@@ -123,7 +119,6 @@ class UniformLengths:
     high: int
 
     def sample(self, rng: np.random.Generator, count: int) -> Counts:
-        """See `LengthDistribution`."""
         return rng.integers(self.low, self.high + 1, count)
 
 
@@ -142,7 +137,7 @@ class LogNormalLengths:
         return cls(math.log(median), math.log(p90 / median) / Z90, low, high)
 
     def sample(self, rng: np.random.Generator, count: int) -> Counts:
-        """See `LengthDistribution`. One uniform a sample, through the inverse of the truncated law."""
+        """One uniform a sample, through the inverse of the truncated law."""
         bottom, top = self._cdf(self.low), self._cdf(self.high)
         shares = bottom + (top - bottom) * rng.random(count)
         # the inverse is infinite at 0 and 1
@@ -173,7 +168,6 @@ class QuantileLengths:
     """(share in 0 … 1, tokens), ascending, from share 0 to share 1."""
 
     def sample(self, rng: np.random.Generator, count: int) -> Counts:
-        """See `LengthDistribution`."""
         shares, tokens = zip(*self.points, strict=True)
         return _whole(np.exp(np.interp(rng.random(count), shares, np.log(tokens))))
 
@@ -185,7 +179,6 @@ class EmpiricalLengths:
     tokens: tuple[int, ...]
 
     def sample(self, rng: np.random.Generator, count: int) -> Counts:
-        """See `LengthDistribution`."""
         drawn: Counts = np.maximum(1, rng.choice(np.asarray(self.tokens, dtype=np.int64), count))
         return drawn
 
@@ -197,7 +190,6 @@ class MixtureLengths:
     parts: tuple[tuple[float, LengthDistribution], ...]
 
     def sample(self, rng: np.random.Generator, count: int) -> Counts:
-        """See `LengthDistribution`."""
         weights = np.array([weight for weight, _ in self.parts])
         which = rng.choice(len(self.parts), count, p=weights / weights.sum())
         # every law draws `count` samples, used or not: the number of draws does not depend on the choice
