@@ -30,7 +30,9 @@ import torch
 from headway.runtime.attention.cpu import CpuBackend
 from headway.serving.load.convoy import MEASURES, SCHEMA, value_of
 from headway.serving.load.prompts import machine
-from headway.sim.report.plots import COLOURS, MARKERS, check_picture, house_style, new_figure, save
+from headway.sim.report.page import ReportChart
+from headway.sim.report.plots import check_picture
+from headway_research.plot import draw
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from vllm_server import entered_together, flags_of, vllm_server
@@ -78,7 +80,7 @@ def main() -> int:
         a.json.write_text(json.dumps(held, indent=1))
     print(table(held["runs"]))
     if a.plot is not None:
-        draw(held, a.plot)
+        draw(charts(held), a.plot)
     return 0
 
 
@@ -91,36 +93,26 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def draw(held: dict[str, Any], file: Path) -> None:
-    """Draw chats' waits and the long prompt's time over the gaps between tokens, a curve for each kind of server."""
-    curves: dict[str, list[tuple[float, ...]]] = {}
+def charts(held: dict[str, Any]) -> list[ReportChart]:
+    """Return chats' waits and the long prompt's time over the gaps between tokens, a line for each kind of server."""
+    points: dict[str, list[tuple[float, ...]]] = {}
     for run in held["runs"]:
         point = tuple(value_of(run, MEASURES[name]) for name in ("tbt_p99", "ttft_p99", "long_ttft"))
         if run["run"] != "default" and None not in point:
             kind = run["run"].partition(":")[0] if ":" in run["run"] else "vllm"
-            curves.setdefault(kind, []).append(point)
-    with house_style():
-        figure = new_figure(4.2)
-        panels = figure.subplots(1, 2)
-        for place, (kind, label) in enumerate(KINDS.items()):
-            points = sorted(curves.get(kind, []))
-            for panel, column in zip(panels, (1, 2), strict=True):
-                panel.plot(
-                    [p[0] for p in points], [p[column] for p in points],
-                    color=COLOURS[place], marker=MARKERS[place], label=label,
-                )  # fmt: skip
-        for panel in panels:
-            panel.margins(0.1)
-        for panel, title in zip(panels, ("chats: time to first token, P99, s", "long prompt, s"), strict=True):
-            panel.set(title=title, xlabel="gap between chats' tokens, P99, s", ylim=(0, None), xlim=(0, None))
-        panels[0].legend()
-        about = held["machine"]
-        figure.suptitle(
-            f"A prompt of {held['long_tokens']:,} tokens beside a chat a second; {about['cpu']}, "
-            f"{about['cores']} cores, {held['dtype']}",
-            fontsize=10,
+            points.setdefault(KINDS[kind], []).append(point)
+    about = held["machine"]
+    note = f"{held['long_tokens']:,} tokens beside a chat a second; {about['cpu']}, {about['cores']} cores"
+    titles = {1: "chats: time to first token, P99, s", 2: "long prompt, s"}
+    return [
+        ReportChart(
+            title=title,
+            x="gap between chats' tokens, P99, s",
+            lines={label: sorted((one[0], one[column]) for one in mine) for label, mine in points.items()},
+            note=note if column == 1 else held["dtype"],
         )
-        save(figure, file)
+        for column, title in titles.items()
+    ]
 
 
 def _convoys(a: argparse.Namespace, runs: Sequence[str]) -> list[dict[str, Any]]:
