@@ -103,7 +103,7 @@ def test_rates_that_were_replaced_while_serving_are_replaced_in_the_replay() -> 
                 self.controller.woken(self.now, InstanceJoined(0))
             super().on_instant_end()
 
-    Replaced(cluster(4, 2), chain, TRAFFIC, RunSpec(seed=5), record=lines.append).run_events(None)
+    Replaced(cluster(4, 2), chain, TRAFFIC, RunSpec(seed=5), record=lines.append).run_events()
     assert replaced == [True]
     for others in ([], [b"RatesReplaced"]):
         kept = [line for line in lines if not any(other in line for other in others)]

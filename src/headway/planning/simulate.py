@@ -147,7 +147,7 @@ class DemandWatch:
         self._ttft = [limit for limit in limits if limit.demand.metric == "ttft"]
         self._other = [limit for limit in limits if limit.demand.metric != "ttft"]
 
-    def look(self, now_s: float, ended: int) -> None:
+    def look(self, now_s: float) -> None:
         """Raise HopelessError once more requests have missed a limit than its percentile tolerates."""
         if now_s > self._drained_by_s:
             raise HopelessError(BACKLOG, now_s)

@@ -22,7 +22,7 @@ from headway.perf.latency.table import HostedLatency, MachineRates, ServingOverh
 from headway.perf.utilisation import UtilisationBase
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.calibration import is_event_log, recorded_trace
-from headway.sim.loop import OnProgress, simulate
+from headway.sim.loop import simulate
 from headway.sim.metrics import SloTargets
 from headway.sim.prefix_cache import PrefixCacheSpec
 from headway.sim.result import SimResult
@@ -286,7 +286,6 @@ def run_scenario(
     seed: int,
     *,
     detail: RunDetail = RunDetail(),  # noqa: B008 - immutable
-    on_progress: OnProgress | None = None,
     stopwatch: Callable[[], float] | None = None,
     measured: ClusterSpec | None = None,
 ) -> ScenarioRun:
@@ -295,16 +294,12 @@ def run_scenario(
         # imported late: `cluster.build` imports this module
         from headway.sim.cluster.build import run_cluster
 
-        cluster = run_cluster(
-            scenario, seed, keep_bars=detail.bars, on_progress=on_progress, stopwatch=stopwatch, measured=measured
-        )
+        cluster = run_cluster(scenario, seed, keep_bars=detail.bars, stopwatch=stopwatch, measured=measured)
         return ScenarioRun(cluster.sim, cluster)
     requests = workload_of(scenario, seed)
     run = run_of(scenario, seed, detail.iterations)
     spec = instance_of(scenario, requests)
-    return ScenarioRun(
-        simulate(spec, requests, run, on_progress=on_progress, stopwatch=stopwatch, log=detail.event_log)
-    )
+    return ScenarioRun(simulate(spec, requests, run, stopwatch=stopwatch, log=detail.event_log))
 
 
 def workload_of(scenario: Scenario, seed: int) -> list[TraceRequest]:

@@ -28,8 +28,8 @@ from headway.sim.workload import TraceRequest
 
 NEVER = float("inf")
 
-OnProgress = Callable[[float, int], None]
-"""Progress callback, called every 1,024 instants with (virtual seconds, requests ended)."""
+Look = Callable[[float], None]
+"""Called every 1,024 instants with the virtual seconds."""
 
 
 class EventKind(IntEnum):
@@ -101,7 +101,7 @@ class EventLoop(ABC):
         """Whether no event is to come."""
         return not self._heap and self._arrived == len(self.arrivals)
 
-    def run_events(self, on_progress: OnProgress | None = None) -> None:
+    def run_events(self, look: Look | None = None) -> None:
         """Process all events, up to the last one or the end of the window."""
         heap, arrivals, count, instants = self._heap, self.arrivals, len(self.arrivals), 0
         pop, leaves, turn = heapq.heappop, EventKind.CLIENT_LEAVES, EventKind.NEXT_TURN
@@ -135,8 +135,8 @@ class EventLoop(ABC):
             self.on_instant_end()
             instants += 1
             # every 1,024 instants
-            if on_progress is not None and not instants & 0x3FF:
-                on_progress(now, self.ended)
+            if look is not None and not instants & 0x3FF:
+                look(now)
 
     @abstractmethod
     def on_event(self, kind: EventKind, what: Any) -> None:
@@ -149,11 +149,6 @@ class EventLoop(ABC):
     @abstractmethod
     def on_instant_end(self) -> None:
         """Start batches, spans and transfers, after all events of an instant."""
-
-    @property
-    @abstractmethod
-    def ended(self) -> int:
-        """Number of requests that have ended, rejected ones included."""
 
     # -- shared by subclasses -------------------------------------------------------------------------------------
 
@@ -216,7 +211,6 @@ def simulate(
     workload: Iterable[TraceRequest],
     run: RunSpec = RunSpec(),  # noqa: B008 - frozen
     *,
-    on_progress: OnProgress | None = None,
     stopwatch: Callable[[], float] | None = None,
     log: EventSink | None = None,
 ) -> SimResult:
@@ -226,7 +220,7 @@ def simulate(
     nothing else. `log`: receives the event log; raises ConfigError for several replicas or a simulated vLLM.
     """
     simulation = InstanceSimulation(instance, workload, run, stopwatch, log)
-    simulation.run_events(on_progress)
+    simulation.run_events()
     return simulation.result()
 
 
@@ -270,10 +264,6 @@ class InstanceSimulation(EventLoop):
         if self.closed_loop and (run.replicas > 1 or spec.config.stages > 1 or spec.config.kv_parallel > 1):
             fast_forward = False
         return SimulatedEngine(index, spec, noise, fast_forward, self.iterations, stopwatch, log)
-
-    @property
-    def ended(self) -> int:
-        return sum(track.ended_s is not None for track in self.tracks)
 
     def on_event(self, kind: EventKind, what: Any) -> None:
         if kind == EventKind.BATCH_END:

@@ -36,15 +36,15 @@ def quantile(values: Sequence[float], percent: float) -> float | None:
     return float(np.percentile(np.asarray(values, dtype=float), percent)) if len(values) else None
 
 
-def percentiles(values: Iterable[float | None], percents: Sequence[float] = PERCENTILES) -> dict[str, float | None]:
+def percentiles(values: Iterable[float | None]) -> dict[str, float | None]:
     """Return percentiles plus mean, min, max and n of the values that are not None; all None for an empty sample."""
     # an array has no None: no pass in Python over millions of gaps
     known = values if isinstance(values, np.ndarray) else [value for value in values if value is not None]
     sample = np.asarray(known, dtype=float)
-    names = [percentile_name(percent) for percent in percents]
+    names = [percentile_name(percent) for percent in PERCENTILES]
     if sample.size == 0:
         return {"n": 0, "mean": None, "min": None, "max": None, **dict.fromkeys(names)}
-    cuts = np.percentile(sample, list(percents))
+    cuts = np.percentile(sample, PERCENTILES)
     body = {name: float(cut) for name, cut in zip(names, np.atleast_1d(cuts), strict=True)}
     return {
         "n": int(sample.size),
@@ -259,18 +259,14 @@ def error_reason(record: RequestRecord) -> str:
     return record.error.split(":", 1)[0] if record.error else "unfinished"
 
 
-def summarise_class(
-    klass: str,
-    records: Sequence[RequestRecord],
-    percents: Sequence[float] = PERCENTILES,
-) -> ClassSummary:
+def summarise_class(klass: str, records: Sequence[RequestRecord]) -> ClassSummary:
     """Summarise these records as one class, whatever classes they name."""
     done = [record for record in records if record.ok]
-    latencies = {name: percentiles(map(metric, done), percents) for name, metric in _PER_REQUEST.items()}
+    latencies = {name: percentiles(map(metric, done)) for name, metric in _PER_REQUEST.items()}
     # the gaps of `definitions.tbt_s`, as arrays: a run may have hundreds of millions of them
     gaps = [np.diff(np.asarray(record.token_s, dtype=np.float64)) for record in done]
-    latencies["tbt_s"] = percentiles(np.concatenate(gaps) if gaps else (), percents)
-    latencies["max_tbt_s"] = percentiles((float(mine.max()) if mine.size else None for mine in gaps), percents)
+    latencies["tbt_s"] = percentiles(np.concatenate(gaps) if gaps else ())
+    latencies["max_tbt_s"] = percentiles(float(mine.max()) if mine.size else None for mine in gaps)
     return ClassSummary(
         klass=klass,
         requests=len(records),
@@ -288,7 +284,6 @@ def summarise(
     records: Sequence[RequestRecord],
     *,
     duration_s: float | None = None,
-    percents: Sequence[float] = PERCENTILES,
 ) -> RunSummary:
     """Summarise a run: one summary per class, in order of first appearance, and one over all.
 
@@ -302,8 +297,8 @@ def summarise(
         by_class.setdefault(record.klass, []).append(record)
     return RunSummary(
         duration_s=duration_s,
-        total=summarise_class("all", records, percents),
-        classes=tuple(summarise_class(klass, mine, percents) for klass, mine in by_class.items()),
+        total=summarise_class("all", records),
+        classes=tuple(summarise_class(klass, mine) for klass, mine in by_class.items()),
     )
 
 

@@ -12,7 +12,7 @@ from headway.core.batch import Batch
 from headway.core.request import Request
 from headway.perf.latency.table import ServingOverhead
 from headway.perf.utilisation import UtilisationBase
-from headway.sim.metrics import PERCENTILES, RequestRecord, RunSummary, SloTargets, slowest, summarise
+from headway.sim.metrics import RequestRecord, RunSummary, SloTargets, slowest, summarise
 from headway.sim.prefix_cache import PrefixCacheUse
 from headway.sim.workload import TraceRequest
 
@@ -127,7 +127,7 @@ class SimResult:
 
     @cached_property
     def _summary(self) -> RunSummary:
-        return summarise(self.records, duration_s=self.duration_s, percents=PERCENTILES)
+        return summarise(self.records, duration_s=self.duration_s)
 
     def summary(self) -> RunSummary:
         """Return counts and latencies by class and in all; latencies are over requests that finished."""

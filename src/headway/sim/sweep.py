@@ -261,7 +261,7 @@ def parse_points(
 
 
 def with_common_draws(
-    data: Mapping[str, Any], sweeps: Sequence[Values], name: str = "scenario", parse: ParsePoint = scenario_point
+    data: Mapping[str, Any], sweeps: Sequence[Values], parse: ParsePoint = scenario_point
 ) -> Mapping[str, Any]:
     """Return the data with as many draws at every point of a sweep of the load as the highest load needs.
 
@@ -271,7 +271,7 @@ def with_common_draws(
     """
     if LOAD not in (field for field, _ in sweeps):
         return data
-    points = parse_points(data, sweeps, name, parse)
+    points = parse_points(data, sweeps, parse=parse)
     scenarios = [point.scenario for point in points if isinstance(point, SweepPoint)]
     if any(each.workload.trace or each.workload.requests or each.workload.draws for each in scenarios):
         return data

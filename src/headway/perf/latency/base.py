@@ -313,11 +313,10 @@ class PrefillCache:
 
     `refresh` follows a latency model that has changed noticeably."""
 
-    def __init__(self, model: LatencyModel, t_target_s: float, min_chunk: int = 16, max_chunk: int = MAX_CHUNK) -> None:
+    def __init__(self, model: LatencyModel, t_target_s: float, min_chunk: int = 16) -> None:
         self._model = model
         self._t_target_s = t_target_s
         self._min_chunk = max(1, min_chunk)
-        self._max_chunk = max_chunk
         self.rebuild()
 
     def total_s(self, tokens: int) -> float:
@@ -380,7 +379,7 @@ class PrefillCache:
 
     def _chunk(self, past: int) -> tuple[int, float]:
         """Return the chunk that a lone prefill takes over `past` tokens, and the iteration's seconds."""
-        chunk, attention = solve_tokens(self._model, BatchLoad(), past, self._max_chunk, self._t_target_s)
+        chunk, attention = solve_tokens(self._model, BatchLoad(), past, MAX_CHUNK, self._t_target_s)
         if chunk < self._min_chunk:
             chunk = self._min_chunk
             attention = self._model.attention_s(past, chunk)

@@ -164,21 +164,19 @@ class ErrorBand(msgspec.Struct, frozen=True):
         return f"{text}, derived" if self.derived else text
 
 
-def error_band(model: LatencyModel, load: BatchLoad, history: int | None = None) -> ErrorBand | None:
+def error_band(model: LatencyModel, load: BatchLoad) -> ErrorBand | None:
     """Return the band of one iteration; None for a model that no table lies under.
 
-    history: cached tokens of the longest chunk (default: of all chunks together). The terms' errors are added as if
-    they all had one sign, so the band of a sum is rather too wide."""
+    The terms' errors are added as if they all had one sign, so the band of a sum is rather too wide."""
     source = table_source(model)
     if source is None:
         return None
-    past = load.chunk_past if history is None else history
     chunk = load.tokens - load.decodes
     longest = load.decode_kv // load.decodes if load.decodes else 0
     decode_s = model.decode_s(load.decodes, load.decode_kv) if load.decodes else 0.0
     terms = (
         (model.rows_s(load.tokens), *_rows_share(source, load.tokens)),
-        (load.chunk_s, *_chunk_share(source, chunk, past)),
+        (load.chunk_s, *_chunk_share(source, chunk, load.chunk_past)),
         (decode_s, *_decode_share(source, load.decodes, longest)),
     )
     seconds = sum(s for s, _, _ in terms)
@@ -187,11 +185,11 @@ def error_band(model: LatencyModel, load: BatchLoad, history: int | None = None)
     return ErrorBand(seconds, share, names, _derived(source))
 
 
-def prefill_band(model: LatencyModel, tokens: int, chunk: int = 2048) -> ErrorBand | None:
-    """Return the band of one stage's time for a lone prompt of `tokens` in chunks of `chunk`; None as in `error_band`.
+def prefill_band(model: LatencyModel, tokens: int) -> ErrorBand | None:
+    """Return the band of one stage's time for a lone prompt of `tokens` in chunks of 2,048; None as in `error_band`.
 
     Sampled at 32 histories; a schedule with other chunks takes another time, and its share is nearly this one."""
-    chunk = max(1, min(chunk, tokens))
+    chunk = max(1, min(2048, tokens))
     steps = max(1, tokens // chunk)
     # Middles of equal parts: the mean over histories, times how many chunks there are.
     at = (np.arange(min(32, steps)) + 0.5) / min(32, steps) * (tokens - chunk)

@@ -103,14 +103,10 @@ class RingLatency:
         tp: int = 1,
         step_s: float = STEP_S,
         source: str = "",
-        ring_loss: float = 0.0,
     ) -> None:
-        """ring_loss: see `ring_share`; 0 where it is not measured."""
         self._instance, self._shape, self._tp, self._step_s = instance, shape, tp, step_s
-        self._inside, self._across, self._ring_loss = inside, across, ring_loss
+        self._inside, self._across = inside, across
         self.source = source or f"derived: one instance's model on a ring, {step_s * 1e3:g} ms a ring step and layer"
-        if not source and ring_loss:
-            self.source += f", a doubling of the ring costs {ring_loss:.1%} of attention"
 
     def prefill_s(self, past: int, tokens: int, group: GroupShape) -> float:
         mine = -(-tokens // group.sp)
@@ -122,7 +118,6 @@ class RingLatency:
             attention_s *= _imbalance(past, tokens, group.sp)
         if group.sp == 1:
             return rows_s + attention_s
-        attention_s /= ring_share(group.sp, self._ring_loss)
         layers, shape = self._shape.layers, self._shape
         # Bytes of one instance's share of KV, in one layer and on one tensor-parallel rank's link.
         block = (past + tokens) / group.sp * shape.kv_bytes_per_token / layers / self._tp

@@ -71,8 +71,8 @@ def heads_key(heads: Heads) -> str:
     return f"{heads[0]}/{heads[1]}"
 
 
-def neighbours(wanted: Heads, measured: Iterable[str], most: int = 3) -> list[tuple[str, float]]:
-    """Return up to `most` nearest measured head counts with weights that sum to 1; an exact match has weight 1.
+def neighbours(wanted: Heads, measured: Iterable[str]) -> list[tuple[str, float]]:
+    """Return up to three nearest measured head counts with weights that sum to 1; an exact match has weight 1.
 
     Weights are inverse squared distances, in octaves of query heads and (counting double) of the group size, the query
     heads per KV head."""
@@ -88,7 +88,7 @@ def neighbours(wanted: Heads, measured: Iterable[str], most: int = 3) -> list[tu
             return [(key, 1.0)]
         found.append((distance, key))
     found.sort()
-    near = found[:most]
+    near = found[:3]
     total = sum(1 / d for d, _ in near)
     return [(key, 1 / d / total) for d, key in near]
 

@@ -37,7 +37,6 @@ from headway.sim.build import (
 )
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.cluster.state import ClusterResult, ClusterSpec
-from headway.sim.loop import OnProgress
 from headway.sim.scenario import PoolSection, Scenario
 from headway.sim.spec import InstanceSpec
 from headway.sim.workload import TraceRequest
@@ -48,7 +47,6 @@ def run_cluster(
     seed: int,
     *,
     keep_bars: bool = False,
-    on_progress: OnProgress | None = None,
     stopwatch: Callable[[], float] | None = None,
     measured: ClusterSpec | None = None,
 ) -> ClusterResult:
@@ -64,7 +62,6 @@ def run_cluster(
         requests,
         run_of(scenario, seed),
         keep_bars=keep_bars,
-        on_progress=on_progress,
         stopwatch=stopwatch,
     )
 

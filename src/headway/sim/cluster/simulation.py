@@ -19,7 +19,7 @@ from headway.perf.latency.groups import PausePoints
 from headway.policy.placement.contract import ClusterState, PlacementPolicy, too_long
 from headway.sim.cluster.backend import SimulatedBackend, SimulatedSpan, count_work
 from headway.sim.cluster.state import BarKind, ClusterResult, ClusterSpec, GanttBar, SimRequest, SimulatedInstance
-from headway.sim.loop import NEVER, EventKind, EventLoop, OnProgress
+from headway.sim.loop import NEVER, EventKind, EventLoop
 from headway.sim.metrics import NO_TARGETS
 from headway.sim.prefix_cache import sum_of
 from headway.sim.result import WORK, ReplicaUse, SimResult
@@ -34,7 +34,6 @@ def simulate_cluster(
     run: RunSpec = RunSpec(),  # noqa: B008 - frozen
     *,
     keep_bars: bool = False,
-    on_progress: OnProgress | None = None,
     stopwatch: Callable[[], float] | None = None,
     record: Sink | None = None,
 ) -> ClusterResult:
@@ -43,7 +42,7 @@ def simulate_cluster(
     stopwatch: read around every call of the policy. record: receives a log of all events (`control.log`).
     """
     simulation = ClusterSimulation(spec, placement, workload, run, keep_bars, stopwatch, record)
-    simulation.run_events(on_progress)
+    simulation.run_events()
     return simulation.result()
 
 
@@ -83,10 +82,6 @@ class ClusterSimulation(EventLoop):
         )
         # thousands of slices may wait for blocks
         self.controller.state.transfers.parks = spec.kv_reservations
-
-    @property
-    def ended(self) -> int:
-        return sum(request.ended_s is not None for request in self.requests)
 
     def on_event(self, kind: EventKind, what: Any) -> None:
         if kind == EventKind.SPAN_END:

@@ -275,9 +275,9 @@ class WorkloadPreset:
         ]
 
 
-def simple(prompt: LengthDistribution, output: LengthDistribution, klass: str = "") -> WorkloadPreset:
+def simple(prompt: LengthDistribution, output: LengthDistribution) -> WorkloadPreset:
     """Return a mix of one kind, from two distributions."""
-    return WorkloadPreset("one kind of request", "given", (MixPart(1.0, klass, prompt, output),))
+    return WorkloadPreset("one kind of request", "given", (MixPart(1.0, "", prompt, output),))
 
 
 _SHAREGPT = "quantiles of 30,731 ShareGPT conversations cut at 8K (the set of Sarathi-Serve and Medha)"

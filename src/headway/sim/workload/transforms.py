@@ -76,12 +76,12 @@ def rescale_to_rate(requests: Sequence[TraceRequest], rate_rps: float) -> Reques
 
 
 def clip_lengths(
-    requests: Iterable[TraceRequest], max_prompt: int | None = None, max_output: int | None = None, least: int = 1
+    requests: Iterable[TraceRequest], max_prompt: int | None = None, max_output: int | None = None
 ) -> Requests:
-    """Clip lengths to [least, max]; no request is dropped."""
+    """Clip lengths to [1, max]; no request is dropped."""
 
     def clipped(count: int, most: int | None) -> int:
-        return max(least, count if most is None else min(count, most))
+        return max(1, count if most is None else min(count, most))
 
     return [
         replace(
