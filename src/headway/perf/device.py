@@ -1,7 +1,5 @@
 """What a worker runs on: its device (CPU or one CUDA device), the host's free memory, and the processor's name. Does
 not import torch.
-
-Does not import torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Prefill time of a long prompt under PecSched's fast sequence parallelism (§5.3), and of groups for placement
 policies.
 
-PecSched's fast sequence parallelism (§5.3).
-
 Inside a node attention and MLP each take one of two forms; between nodes KV is passed round a ring:
 
 megatron   attention: activations are gathered and scattered inside a tensor-parallel (TP) region, KV goes round a ring
