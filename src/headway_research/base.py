@@ -1,14 +1,18 @@
-"""Common types of experiments: options in; claims with verdicts, their source, and curves out."""
+"""Common types of experiments: options in; claims with verdicts, their source, and curves out; results of simulations
+that several figures share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from headway.sim.report.page import ReportChart
+from headway.sim.sweep import run_in_processes
 
 SCHEMA = "headway.reproduce/1"
+Point = TypeVar("Point", bound=Hashable)
+Result = TypeVar("Result")
 Mode = Literal["paper", "default"]
 MODES: tuple[Mode, Mode] = ("paper", "default")
 Kind = Literal["exact", "two-sided", "one-sided", "trend"]
@@ -106,3 +110,37 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     # numpy scalars
     return plain(float(value))
+
+
+class SimulationCache(Generic[Point, Result]):
+    """Results of simulations by point: everything that determines a result, as a hashable value.
+
+    One cache for each kind of point serves all figures of a process, so that `reproduce all` simulates a point once.
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[Point, Result] = {}
+
+    def ensure(
+        self,
+        points: Iterable[Point],
+        run: Callable[[Point], Result],
+        jobs: int = 1,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """Simulate the points that have no result yet. on_progress: called after each with (done, total)."""
+        # distinct, in order: results arrive in the order of the tasks
+        missing = [point for point in dict.fromkeys(points) if point not in self._results]
+        for done, (point, result) in enumerate(zip(missing, run_in_processes(run, missing, jobs), strict=True), 1):
+            self._results[point] = result
+            on_progress(done, len(missing))
+
+    def __contains__(self, point: Point) -> bool:
+        return point in self._results
+
+    def __getitem__(self, point: Point) -> Result:
+        return self._results[point]
+
+    def clear(self) -> None:
+        """Forget all results."""
+        self._results.clear()

@@ -44,7 +44,7 @@ medha.fig17           medha.pipelines:prefill sec prefill scaling to 128 GPUs an
 medha.fig18           medha.pipelines:decode sec decode latency as stages are added
 medha.fig19           medha.kvp_decode:fig19 sec KV parallelism in decode-only batches
 medha.fig20           medha.kvp_tradeoff:trade sec TTFT against TBT by chunk and KV groups
-medha.deadlines       medha.deadlines:run min what hangs on the deadline that the paper leaves open
+medha.deadlines       medha.fig13:deadlines min what hangs on the deadline that the paper leaves open
 medha.headlines       medha.headlines:run min 5.7× throughput, 5× capacity, 250 ms at chunks of 512
 
 mnemosyne.fig1       medha.pipelines:overview               sec up to 10M tokens on 128 GPUs

@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.accel_cases import settings_of, study, works
 
-from headway_research.accelerator import sizing
 from headway_research.accelerator.machine import IterationWork
 from headway_research.accelerator.operators import OperatorSetting
-from headway_research.accelerator.stage import evaluate
+from headway_research.accelerator.stage import buffer, evaluate, packing_bandwidth, smallest_chunk
 
 MANY = settings(max_examples=150, deadline=None, derandomize=True)
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
@@ -80,7 +79,7 @@ def test_more_buffer_and_more_bandwidth_never_hurt(setting: OperatorSetting, wor
 @FEW
 @given(settings_of(), works())
 def test_the_closed_form_of_the_buffer_is_what_a_search_finds(setting: OperatorSetting, work: IterationWork) -> None:
-    found = sizing.buffer(setting, work)
+    found = buffer(setting, work)
 
     def seconds(size: float) -> float:
         return evaluate(
@@ -102,7 +101,7 @@ def test_the_closed_form_of_the_buffer_is_what_a_search_finds(setting: OperatorS
 @FEW
 @given(settings_of(), works())
 def test_packing_alone_needs_the_bandwidth_found_and_no_less(setting: OperatorSetting, work: IterationWork) -> None:
-    target_s, found = evaluate(setting, work).prefetch.total_s, sizing.packing_bandwidth(setting, work)
+    target_s, found = evaluate(setting, work).prefetch.total_s, packing_bandwidth(setting, work)
 
     def seconds(bandwidth: float) -> float:
         return evaluate(setting._replace(machine=setting.machine.with_(bandwidth=bandwidth)), work).packing.total_s
@@ -112,7 +111,7 @@ def test_packing_alone_needs_the_bandwidth_found_and_no_less(setting: OperatorSe
 
 
 def test_64k_tokens_saturate_below_256_mib() -> None:
-    found = sizing.buffer(study("paper"), IterationWork(prefill_tokens=1024, decodes=32, kv_tokens=65536))
+    found = buffer(study("paper"), IterationWork(prefill_tokens=1024, decodes=32, kv_tokens=65536))
     assert found.kv == 256 << 20
     assert found.hides
     assert 192 << 20 < (found.smallest or 0) <= 256 << 20
@@ -120,10 +119,7 @@ def test_64k_tokens_saturate_below_256_mib() -> None:
 
 def test_the_smallest_chunk_hides_and_one_token_less_does_not() -> None:
     work = IterationWork(prefill_tokens=1024, decodes=32, kv_tokens=65536)
-    chunk = sizing.smallest_chunk(study("paper"), work)
+    chunk = smallest_chunk(study("paper"), work)
     assert chunk is not None
     for tokens, hides in ((chunk, True), (chunk - 1, False)):
-        assert (
-            sizing.buffer(study("paper"), IterationWork(prefill_tokens=tokens, decodes=32, kv_tokens=65536)).hides
-            is hides
-        )
+        assert buffer(study("paper"), IterationWork(prefill_tokens=tokens, decodes=32, kv_tokens=65536)).hides is hides

@@ -8,7 +8,7 @@ from headway.core.errors import ConfigError
 from headway.perf.hardware import ModelShape, NetworkLink, accelerator, model
 from headway.perf.latency import fast_sp
 from headway.perf.latency.fast_sp import AcceleratorGroup, SpRates
-from headway_research.pecsched import as_printed
+from headway_research.pecsched.fast_sp import attention_flops, printed_fastest
 
 RATES = SpRates.of(accelerator("a100"), 400.0, 0.6, 0.55)
 FREE = SpRates(  # communication costs nothing, kernels lose nothing in a ring
@@ -95,9 +95,9 @@ def test_printed_formulas_choose_differently(name: str) -> None:
     wins for long prompts."""
     shape, g = model(name), group(name, 8, 1)
     for tokens in (100_000, 250_000, 500_000):
-        assert as_printed.fastest(shape, RATES, g, tokens).attn == "megatron"
+        assert printed_fastest(shape, RATES, g, tokens).attn == "megatron"
         assert fast_sp.fastest(shape, RATES, g, tokens).attn == "ulysses"
-    flops = {form: as_printed.attention_flops(form, shape, g, 500_000) for form in fast_sp.FORMS}
+    flops = {form: attention_flops(form, shape, g, 500_000) for form in fast_sp.FORMS}
     assert flops["ulysses"] / flops["megatron"] > 1.9  # the same pairs, counted G / T times
 
 

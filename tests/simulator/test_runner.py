@@ -7,7 +7,7 @@ import os
 import pytest
 
 from headway.sim.sweep import run_in_processes
-from headway_research.cache import SimulationCache
+from headway_research.base import SimulationCache
 
 
 def process_and_square(number: int) -> tuple[int, int]:

@@ -32,7 +32,7 @@ from headway.sim.result import run_json
 from headway.sim.sweep import parse_sweep, points_of, with_field
 from headway.sim.workload import TraceRequest
 from headway_research.accelerator import report as tables
-from headway_research.accelerator import serving, sizing
+from headway_research.accelerator import serving
 from headway_research.accelerator.machine import MIB, IterationWork
 from headway_research.accelerator.stage import (
     MODES,
@@ -40,7 +40,10 @@ from headway_research.accelerator.stage import (
     Mode,
     StageReport,
     TimelineSlot,
+    buffer,
+    packing_bandwidth,
     simulate_stage,
+    smallest_chunk,
 )
 from headway_research.accelerator.stage_figures import PinnedFigure, pins
 from headway_research.accelerator.study_file import AcceleratorStudy, AccelFile, read_study, scheduler_of
@@ -193,8 +196,8 @@ def figures(study: AcceleratorStudy) -> dict[str, Any]:
 def answers_json(study: AcceleratorStudy, report: StageReport) -> dict[str, Any]:
     """Return the resources that suffice for one stage: buffer, bandwidth, HBM capacity."""
     setting, work = study.setting, study.work
-    found = sizing.buffer(setting, work)
-    needed = sizing.packing_bandwidth(setting, work)
+    found = buffer(setting, work)
+    needed = packing_bandwidth(setting, work)
     used = report.memory_bytes
     return {
         "kv_layer_mib": found.kv / MIB,
@@ -211,7 +214,7 @@ def answers_json(study: AcceleratorStudy, report: StageReport) -> dict[str, Any]
 
 def stage_json(study: AcceleratorStudy, report: StageReport) -> dict[str, Any]:
     """Return all results of one stage, as `--json` writes them."""
-    chunk = sizing.smallest_chunk(study.setting, study.work) if report.work.decodes else None
+    chunk = smallest_chunk(study.setting, study.work) if report.work.decodes else None
     return {
         "schema": STAGE_SCHEMA,
         "name": study.file.name,

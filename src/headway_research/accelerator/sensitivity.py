@@ -25,8 +25,7 @@ from headway_research.accelerator.serving import (
 )
 from headway_research.accelerator.stage import Mode as Schedule
 from headway_research.accelerator.stage_figures import setting, slo_s
-from headway_research.base import ExperimentReport, RunOptions, source
-from headway_research.cache import SimulationCache
+from headway_research.base import ExperimentReport, RunOptions, SimulationCache, source
 from headway_research.verdicts import VerdictRule, judge, only, order
 
 HISTORY = (1.0, 2.0, 2.5)

@@ -35,8 +35,7 @@ from headway_research.accelerator.serving import (
 )
 from headway_research.accelerator.stage import Mode as Schedule
 from headway_research.accelerator.stage_figures import setting, slo_s
-from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, RunOptions, source
-from headway_research.cache import SimulationCache
+from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, RunOptions, SimulationCache, source
 from headway_research.verdicts import at_least, band, both, judge, order
 
 MODELS, SETS = ("llama-3.1-8b", "llama-3.1-70b"), ("arxiv", "sharegpt")

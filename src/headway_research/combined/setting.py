@@ -36,8 +36,7 @@ from headway.sim.metrics import RequestRecord, ttft_s
 from headway.sim.scenario import parse_scenario
 from headway.sim.spec import InstanceSpec
 from headway.sim.workload import TraceRequest
-from headway_research.base import RunOptions
-from headway_research.cache import SimulationCache
+from headway_research.base import RunOptions, SimulationCache
 from headway_research.pecsched import setting as pecsched_setting
 from headway_research.tetris import setting as tetris_setting
 

@@ -34,8 +34,7 @@ from headway.sim.metrics import percentiles
 from headway.sim.report.page import ReportChart
 from headway.sim.result import SimResult
 from headway.sim.scenario import parse_scenario
-from headway_research.base import MODES, ClaimRow, Mode, RunOptions, source
-from headway_research.cache import SimulationCache
+from headway_research.base import MODES, ClaimRow, Mode, RunOptions, SimulationCache, source
 from headway_research.verdicts import VerdictRule, judge
 
 WINDOW_S = 1800.0

@@ -44,8 +44,7 @@ from headway.sim.cluster.state import ClusterResult
 from headway.sim.scenario import parse_scenario
 from headway.sim.workload import TraceRequest
 from headway.sim.workload.generate import ConstantArrivals, preset
-from headway_research.base import MODES, Mode, RunOptions
-from headway_research.cache import SimulationCache
+from headway_research.base import MODES, Mode, RunOptions, SimulationCache
 
 Regime = Literal["0.8", "0.8, memory", "2023", "2024", "unsaturated", "busy"]
 REGIMES: tuple[Regime, ...] = ("0.8", "0.8, memory", "2023", "2024")

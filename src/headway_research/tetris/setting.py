@@ -37,8 +37,7 @@ from headway.sim.metrics import ttft_s
 from headway.sim.spec import InstanceSpec, NoiseSpec, RunSpec
 from headway.sim.workload import TraceRequest
 from headway.sim.workload.generate import PoissonArrivals, preset
-from headway_research.base import RunOptions
-from headway_research.cache import SimulationCache
+from headway_research.base import RunOptions, SimulationCache
 
 WORKLOADS = ("short", "medium", "long")
 REQUESTS = 3000

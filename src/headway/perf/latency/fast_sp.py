@@ -8,7 +8,7 @@ megatron   attention: activations are gathered and scattered inside a tensor-par
 ulysses    attention: heads are exchanged inside the node (all-to-all), KV goes round a ring of nodes; with tp > 1 every
            accelerator first gathers the stage's whole weights. MLP: weights are gathered, activations stay.
 
-The paper's formulas are corrected here; `headway_research.pecsched.as_printed` keeps them and lists their faults. Per
+The paper's formulas are corrected here; `headway_research.pecsched.fast_sp` keeps them and lists their faults. Per
 accelerator, s = tokens / accelerators: matrix products 2 s d (N_h + 2 N_kv) d_h, 2 s N_h d_h d and 2 s · 3 d ff (gated
 MLP) under both forms; causal attention 2 s² N_h d_h · accelerators under both: the ring's steps, over TP regions or
 nodes, always cover the whole prompt. Volumes are counted per link. A ring's hop overlaps with the step's arithmetic;
