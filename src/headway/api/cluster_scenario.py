@@ -5,17 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from headway.core.errors import ConfigError
 from headway.core.settings import resolve
 from headway.perf.latency.groups import GroupShape
-from headway.runtime.assembly import dry_run
-from headway.runtime.assembly.cluster import InstanceMeasurement, cluster_plan, measurement
-from headway.runtime.assembly.dry_run import LONG_EVERY, OUTPUT, prompt_lengths
-from headway.runtime.assembly.engine import named_profile
 from headway.runtime.cluster.cluster_file import ClusterFile, cluster_file, first_of, model_of, workload_of
 from headway.runtime.engine.config import EngineConfig, settle
 from headway.serving.launch import model_folder
@@ -23,6 +19,9 @@ from headway.serving.serve_settings import ServeSettings, instance_configs, shar
 from headway.sim.cluster.state import ClusterSpec
 from headway.sim.scenario import ClusterSection, MemorySection, ModelSection, PoolSection, PrefixCacheSection, Scenario
 from headway.sim.sweep import ParsedScenario
+
+if TYPE_CHECKING:
+    from headway.runtime.assembly.cluster import InstanceMeasurement
 
 REQUESTS = 300
 """Simulated requests of a file without a `workload`."""
@@ -44,6 +43,10 @@ class ClusterScenarios:
 
     def parse(self, data: Mapping[str, Any], where: str) -> ParsedScenario:
         """Validate the data, measure what is new, and return the scenario with its instances. Raises ConfigError."""
+        # Engines need the extra `serve`.
+        from headway.runtime.assembly.cluster import cluster_plan
+        from headway.runtime.assembly.engine import named_profile
+
         file = cluster_file(data, where)
         if file.behind_http:
             raise ConfigError(
@@ -62,6 +65,9 @@ class ClusterScenarios:
         return ParsedScenario(_scenario(file, cluster, self._path.stem, where), cluster)
 
     def _measure(self, config: EngineConfig) -> InstanceMeasurement:
+        from headway.runtime.assembly import dry_run
+        from headway.runtime.assembly.cluster import measurement
+
         config = msgspec.structs.replace(config, event_log=None)
         key = msgspec.json.encode(config)
         if key not in self._measured:
@@ -107,6 +113,8 @@ def _scenario(file: ClusterFile, cluster: ClusterSpec, name: str, where: str) ->
 
 def _traffic(cluster: ClusterSpec) -> dict[str, Any]:
     """Return the workload of a file that has none: the dry run's prompts, at `LOAD`."""
+    from headway.runtime.assembly.dry_run import LONG_EVERY, OUTPUT, prompt_lengths
+
     short, long = prompt_lengths(cluster.longest)
     alone = GroupShape(1)
     work_s = [cluster.spans.prefill_s(0, tokens, alone) for tokens in (short, long)]
