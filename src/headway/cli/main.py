@@ -353,6 +353,8 @@ def described(path: Path) -> str:
     text = path.read_text()
     if path.suffix == ".json":
         return "a dashboard for Grafana"
+    if path.suffix == ".csv":
+        return "sessions of agents whose turns repeat what came before: replay them on a server by headway bench"
     if path.suffix == ".ipynb":
         import json
 
