@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.policy.iteration.queue import PACE
-from headway.policy.ladder import FREE_STEPS, STEP, climb, fewest_late, ladder_order, shortest_first
+from headway.policy.ladder import FREE_STEPS, STEP, fewest_late, ladder_order, shortest_first
 
 JOB = st.tuples(st.integers(-3, 20), st.integers(1, 8))
 JOBS = st.lists(JOB, max_size=7)
@@ -67,7 +67,7 @@ def test_after_the_climb_all_fit_in_their_order(
     left, work = parts(jobs)
     spans = [due + 5.0 for due in left]
     steps = before[: len(jobs)]
-    climbed = climb([-5.0] * len(jobs), spans, work, steps, 0.0, speed, ahead_s).tolist()
+    climbed = ladder_order([-5.0] * len(jobs), left, work, steps, 0.0, speed, ahead_s).steps.tolist()
 
     def left_s(steps: list[int]) -> list[float]:
         return [(span * STEP**step - 5.0) * speed - ahead_s for span, step in zip(spans, steps, strict=True)]

@@ -18,7 +18,7 @@ these. Ties go to the earlier index, so equal input gives equal output.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -70,37 +70,14 @@ def ladder_order(
     arrivals, works = (np.asarray(values, dtype=np.float64) for values in (arrival_s, work_s))
     spans = np.maximum(np.asarray(due_s, dtype=np.float64) - arrivals, LEAST_SPAN_S)
     climbed = np.array(steps, dtype=np.int64)
-    if priority is None or len(set(priority)) <= 1:
-        left = _climb(arrivals, spans, works, climbed, now, speed, ahead_s)
-        return LadderOrder(shortest_first(left, works, places), climbed)
     order: list[int] = []
-    levels = np.asarray(priority)
-    for level in sorted(set(priority)):
-        members = np.flatnonzero(levels == level)
-        mine = climbed[members]
-        left = _climb(arrivals[members], spans[members], works[members], mine, now, speed, ahead_s)
-        climbed[members] = mine
-        order += members[shortest_first(left, works[members], places)].tolist()
-        ahead_s += float(works[members].sum())
+    for level in [0] if priority is None else sorted(set(priority)):
+        members = np.arange(len(works)) if priority is None else np.flatnonzero(np.equal(priority, level))
+        work = works[members]
+        left, climbed[members] = _climb(arrivals[members], spans[members], work, climbed[members], now, speed, ahead_s)
+        order += members[shortest_first(left, work, places)].tolist()
+        ahead_s += float(work.sum())
     return LadderOrder(order, climbed)
-
-
-def climb(
-    arrival_s: Floats,
-    span_s: Floats,
-    work_s: Floats,
-    steps: Sequence[int] | npt.NDArray[np.int64],
-    now: float,
-    speed: float = 1.0,
-    ahead_s: float = 0.0,
-) -> npt.NDArray[np.int64]:
-    """Return the steps after which all are in time, one after the other in order of due: arrival + span × `STEP`^steps.
-
-    `span_s`: seconds from arrival to the due time at step 0, above 0. Those in time now keep their steps."""
-    arrivals, spans, works = (np.asarray(values, dtype=np.float64) for values in (arrival_s, span_s, work_s))
-    climbed = np.array(steps, dtype=np.int64)
-    _climb(arrivals, spans, works, climbed, now, speed, ahead_s)
-    return climbed
 
 
 def _climb(
@@ -111,55 +88,58 @@ def _climb(
     now: float,
     speed: float,
     ahead_s: float,
-) -> npt.NDArray[np.float64]:
-    """Raise `steps` in place (`climb`). Return the seconds of work that can be done for each before it is due."""
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """Return the seconds of work that can be done for each before it is due, and the steps after which all are in time,
+    one after the other in order of due: arrival + span × `STEP`^steps. Those in time now keep their steps."""
     left: npt.NDArray[np.float64] = (arrivals + spans * STEP**steps - now) * speed - ahead_s
-    sizes: npt.NDArray[np.float64] | None = None
-    yielding: set[int] = set()
-    while late := fewest_late(left, works, sizes, yielding):
-        if sizes is None:
-            # Those that have climbed before count less. Choose again with this; and in one call one that has climbed
-            # yields to all others, which are in time without it.
-            sizes = works * WEIGHT ** -np.maximum(steps - FREE_STEPS, 0)
-            if (steps > FREE_STEPS).any():
-                continue
-        yielding.update(late)
-        for index in late:
-            span_s, waited_s, step = float(spans[index]), now - float(arrivals[index]), int(steps[index]) + 1
-            # Steps before the moment at which it could end if it went first need no comparison with others.
-            soonest_s = waited_s + (ahead_s + float(works[index])) / speed
-            while span_s * STEP**step < soonest_s:
-                step += 1
-            steps[index] = step
-            left[index] = (span_s * STEP**step - waited_s) * speed - ahead_s
-    return left
+    climbed, yielding = steps.copy(), None
+    while late := fewest_late(left, works, steps, yielding):
+        # In one call one that has climbed yields to all others, which are in time without it.
+        yielding = yielding or late
+        waited_s, step = now - arrivals[late], climbed[late] + 1
+        # Steps before the moment at which it could end if it went first need no comparison with others.
+        soonest_s = waited_s + (ahead_s + works[late]) / speed
+        while (early := spans[late] * STEP**step < soonest_s).any():
+            step += early
+        climbed[late] = step
+        left[late] = (spans[late] * STEP**step - waited_s) * speed - ahead_s
+    return left, climbed
 
 
 def fewest_late(
-    left_s: Floats, work_s: Floats, size: Floats | None = None, yielding: Collection[int] = ()
+    left_s: Floats, work_s: Floats, steps: npt.NDArray[np.int64] | None = None, among: Sequence[int] | None = None
 ) -> list[int]:
     """Return the indices of the jobs to be late, in ascending order, so that all others are in time in order of due.
 
     `left_s`: seconds until a job is due, negative where that has passed; `work_s`: seconds of its work, one after the
-    other at speed 1. As few as possible (Moore 1968). `size`: what the largest is found by, where that is not the work.
-    `yielding`: indices that are taken out before all others. O(n log n)."""
+    other at speed 1. As few as possible (Moore 1968). `steps`: those that each has climbed, for which it counts less.
+    `among`: those that may be late, ascending, where all others are in time without them. O(n log n)."""
     left, work = np.asarray(left_s, dtype=np.float64), np.asarray(work_s, dtype=np.float64)
     by_due = left.argsort(kind="stable")
+    # Seconds by which each job would end too late, in order of due.
+    over_s = work[by_due].cumsum() - (left[by_due] + _EXACT_S)
     # Mostly all are in time: one vector operation tells.
-    if not (work[by_due].cumsum() > left[by_due] + _EXACT_S).any():
+    if not (over_s > 0.0).any():
         return []
-    lefts, works = left.tolist(), work.tolist()
-    sizes = works if size is None else np.asarray(size, dtype=np.float64).tolist()
+    members = np.arange(len(left)) if among is None else np.asarray(among)
+    sizes = work if steps is None else work * WEIGHT ** -np.maximum(steps - FREE_STEPS, 0)
+    by_size = members[(-sizes[members]).argsort(kind="stable")]
+    # The place of each member in that order, in order of due; others have none.
+    none = len(by_size)
+    ranks = np.full(len(left), none)
+    ranks[by_size] = np.arange(none)
+    ranks = ranks[by_due]
+    # Without the largest, all that remain end no later than before: what is in time with all stays so.
+    places = np.flatnonzero((over_s > 0.0) | (ranks < none))
     late: list[int] = []
-    kept: list[tuple[bool, float, int]] = []
-    done_s = 0.0
-    for index in by_due.tolist():
-        done_s += works[index]
-        heapq.heappush(kept, (index not in yielding, -sizes[index], index))
-        # By work one turn is enough: without the largest, all that remain end no later than before this job.
-        while kept and done_s > lefts[index] + _EXACT_S:
-            _, _, largest = heapq.heappop(kept)
-            done_s -= works[largest]
+    kept: list[int] = []
+    taken_s = 0.0
+    for rank, over in zip(ranks[places].tolist(), over_s[places].tolist(), strict=True):
+        if rank < none:
+            heapq.heappush(kept, rank)
+        while kept and over > taken_s:
+            largest = int(by_size[heapq.heappop(kept)])
+            taken_s += float(work[largest])
             late.append(largest)
     return sorted(late)
 

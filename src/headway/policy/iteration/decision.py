@@ -24,7 +24,7 @@ from headway.policy.iteration.config import DEADLINE_BASE_S, DEADLINE_FACTOR, Sc
 from headway.policy.iteration.contract import InstanceScheduler
 from headway.policy.iteration.fill import PROGRESS_EVERY, ChunkAllocation, ChunkRequest, IterationFill
 from headway.policy.iteration.medha import LONG, MedhaRules
-from headway.policy.iteration.ordering import OrderingPolicy, PrefillFacts, UrgencyLine, make_policy
+from headway.policy.iteration.ordering import PrefillFacts, UrgencyLine, make_policy
 from headway.policy.iteration.queue import LadderQueue, LineQueue, WaitingQueue
 from headway.policy.iteration.requests import WHOLE, PrefillState
 
@@ -114,8 +114,8 @@ class IterationPolicy:
         self.admission = KvBlockAdmission(config, pool)
         self.holders = self.admission.holders
         # None: the ladder orders.
-        self._lines: OrderingPolicy | None = make_policy(config.policy)
-        self.queue: WaitingQueue = LadderQueue() if self._lines is None else LineQueue(self._lines.parallel)
+        lines = self._lines = make_policy(config.policy)
+        self.queue: WaitingQueue = LadderQueue() if lines is None else LineQueue(self._line, lines.parallel)
         rules = config.medha_rules
         self.medha = None if rules is None else MedhaRules(rules, self.prefill_times, aim_s, config.t_target_s)
         self._remote_cost = remote_cost
@@ -154,9 +154,7 @@ class IterationPolicy:
                 self._set_cached(self._states[request_id], cached)
         if budget_s is None:
             budget_s = self.budget_s(now) if self.chunking.timed else 0.0
-        if self.admission.scarce:
-            queue.note_scarce(now)
-        order = queue.ordered(now, lambda: prefill_speed(self.latency, load, budget_s))
+        order = queue.ordered(now, lambda: prefill_speed(self.latency, load, budget_s), admission.scarce)
         admission.decide(now, admits_new)
         config = self.config
         fill = IterationFill(
@@ -417,8 +415,6 @@ class IterationPolicy:
         for state in self.queue:
             # Where the latency model has learned, its work and its place have changed.
             self._update(state)
-        if isinstance(self.queue, LineQueue):
-            self.queue.set_line(newcomer, self._line(newcomer))
         speed = prefill_speed(self.latency, decodes, self.budget_s(now))
         return now - request.arrival_s + (self.queue.work_before_s(newcomer, now, speed) + newcomer.work_s) / speed
 
@@ -493,8 +489,6 @@ class IterationPolicy:
     def _enqueue(self, state: PrefillState) -> None:
         """Put a request into the queue, at the place that its work left gives it."""
         state.work_s = self._work_s(state)
-        if isinstance(self.queue, LineQueue):
-            self.queue.set_line(state, self._line(state))
         self.queue.add(state)
 
     def _update(self, state: PrefillState) -> None:
@@ -503,8 +497,6 @@ class IterationPolicy:
             self._enqueue(state)
             return
         state.work_s = self._work_s(state)
-        if isinstance(self.queue, LineQueue):
-            self.queue.set_line(state, self._line(state))
         self.queue.update(state)
 
     def _set_cached(self, state: PrefillState, cached: int) -> None:

@@ -27,8 +27,9 @@ PACE = 0.85
 """Share of the predicted speed that the ladder counts on: later arrivals go first too, and predictions err."""
 
 LONGEST_SPANS = STEP**FREE_STEPS
-"""Where KV is short, a member that has waited for so many spans from its arrival to its due time goes before all others
-(`note_scarce`): by then its work counts less, too. Half of it costs others much: 7% fewer in time (Mooncake at 1.4)."""
+"""Where KV is short, a member that has waited for so many spans from its arrival to its due time goes before all
+others (`_find_overdue`): by then its work counts less, too. Half of it costs others much: 7% fewer in time (Mooncake
+at 1.4)."""
 
 _Floats = npt.NDArray[np.float64]
 
@@ -59,10 +60,11 @@ class WaitingQueue(ABC):
         return iter(self._members)
 
     @abstractmethod
-    def ordered(self, now: float, speed: Callable[[], float]) -> list[PrefillState | None]:
+    def ordered(self, now: float, speed: Callable[[], float], scarce: bool = False) -> list[PrefillState | None]:
         """Return the members, most urgent first; None for one that has left since the order was made.
 
-        `speed`: returns the prefill seconds done in a second. The list must not be changed."""
+        `speed`: returns the prefill seconds done in a second. `scarce`: requests have waited long for KV. The list must
+        not be changed."""
 
     def add(self, member: PrefillState) -> None:
         slot = len(self._members)
@@ -97,9 +99,6 @@ class WaitingQueue(ABC):
         # It may wait elsewhere before this order is made anew.
         if member.rank < len(self._order) and self._order[member.rank] is member:
             self._order[member.rank] = None
-
-    def note_scarce(self, now: float) -> None:  # noqa: B027 - an order by lines keeps its lines
-        """Note, before `ordered`, that requests wait for KV. Default: nothing changes."""
 
     def begun_from(self, place: int) -> list[PrefillState]:
         """Return the members that hold KV, from this place of the last order on. Costs nothing for the others."""
@@ -149,23 +148,16 @@ class LineQueue(WaitingQueue):
     _intercept: _Floats
     _slope: _Floats
 
-    def __init__(self, parallel: bool) -> None:
+    def __init__(self, line: Callable[[PrefillState], UrgencyLine], parallel: bool) -> None:
+        """`line`: returns a request's line: asked when it enters and when its work has changed."""
         super().__init__()
+        self._line = line
         self._parallel = parallel
-        self._lines: dict[int, UrgencyLine] = {}
         # Whether a line has changed since the last order.
         self._changed = True
 
-    def set_line(self, member: PrefillState, line: UrgencyLine) -> None:
-        """Set the line of a request, which enters or has changed: before `add` or `update`."""
-        self._lines[member.order] = line
-
-    def line(self, member: PrefillState) -> UrgencyLine:
-        """Return the line of a member."""
-        return self._lines[member.order]
-
     @override
-    def ordered(self, now: float, speed: Callable[[], float]) -> list[PrefillState | None]:
+    def ordered(self, now: float, speed: Callable[[], float], scarce: bool = False) -> list[PrefillState | None]:
         if self._changed or not self._parallel:
             n, members = len(self._members), self._members
             urgency = self._intercept[:n] - self._slope[:n] * now
@@ -179,13 +171,8 @@ class LineQueue(WaitingQueue):
             self._changed = False
         return self._order
 
-    @override
-    def remove(self, member: PrefillState) -> None:
-        super().remove(member)
-        del self._lines[member.order]
-
     def _set(self, member: PrefillState) -> None:
-        line, slot = self._lines[member.order], member.slot
+        line, slot = self._line(member), member.slot
         self._intercept[slot], self._slope[slot] = line.intercept, line.slope
         self._changed = True
 
@@ -204,14 +191,17 @@ class LadderQueue(WaitingQueue):
         self._until_s = float("-inf")
         # The last of the places that go by length; once it has left, the order is made anew.
         self._last_placed: PrefillState | None = None
-        # One that has waited too long where KV is short: it goes first until it has entered.
+        # One that has waited too long where KV is short: it goes first until it has entered, since what becomes free is
+        # for it.
         self._overdue: PrefillState | None = None
 
     @override
-    def ordered(self, now: float, speed: Callable[[], float]) -> list[PrefillState | None]:
+    def ordered(self, now: float, speed: Callable[[], float], scarce: bool = False) -> list[PrefillState | None]:
         placed = self._last_placed
         if now >= self._until_s or (placed is not None and placed.slot < 0):
-            self._forget_entered()
+            overdue = self._overdue
+            if overdue is None or overdue.slot < 0 or overdue.holds_kv:
+                self._overdue = self._find_overdue(now) if scarce and self._members else None
             if self._restarted or self._overdue is not None:
                 self._take(self._some_first(now, PACE * speed()))
             else:
@@ -243,21 +233,6 @@ class LadderQueue(WaitingQueue):
     def late(self) -> int:
         """Members that will be late, so that others are in time."""
         return int(np.count_nonzero(self._steps[: len(self._members)]))
-
-    @override
-    def note_scarce(self, now: float) -> None:
-        """Where KV is short, the member that has waited longest goes first until it enters: what becomes free is for
-        it."""
-        self._forget_entered()
-        if self._overdue is None:
-            self._overdue = self._find_overdue(now)
-            if self._overdue is not None:
-                self._until_s = float("-inf")
-
-    def _forget_entered(self) -> None:
-        """Drop the overdue member where it has entered or left."""
-        if self._overdue is not None and (self._overdue.slot < 0 or self._overdue.holds_kv):
-            self._overdue = None
 
     def _find_overdue(self, now: float) -> PrefillState | None:
         """Return the member without KV that has waited longest, in spans from its arrival to its due time, of those
