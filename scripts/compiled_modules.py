@@ -30,7 +30,6 @@ MODULES = (
         for name in (
             "admission",
             "scheduler",
-            "chunking_strategies",
             "decision",
             "requests",
             "budget",
@@ -38,7 +37,6 @@ MODULES = (
             "state",
             "medha",
             "queue",
-            "tbt_targets",
         )
     ),
     "policy/ladder",

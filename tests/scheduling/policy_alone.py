@@ -111,7 +111,7 @@ class PolicyBesideScheduler:
         flying = {chunk.request for flight, _ in self._flights.values() for chunk in flight.parts[0].prefills}
         skip = flying if config.pipeline_schedule == "microbatch" else ()
         decision = self.policy.pick(decode_load(self.policy.latency, decodes, kv_sum), now, skip=skip)
-        assert [(quota.request, quota.tokens) for quota in decision.quotas] == [(c.request, c.tokens) for c in chunks]
+        assert list(decision.quotas.items()) == [(c.request, c.tokens) for c in chunks]
         assert self.pool.free_blocks == self._scheduler.block_manager.free_blocks
         if batch is None:
             return None

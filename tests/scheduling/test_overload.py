@@ -15,9 +15,10 @@ from headway.core.request import Request, Slo, Span
 from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import BatchLoad
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.decision import LONGEST_RETRY_S, IterationPolicy, refuse_late
+from headway.policy.iteration.decision import IterationPolicy
 from headway.policy.iteration.groups import make_scheduler
 from headway.policy.iteration.queue import LONGEST_SPANS
+from headway.policy.iteration.scheduler import LONGEST_RETRY_S, refuse_late
 from headway.sim import InstanceSpec, simulate
 from headway.sim.metrics import ttft_s
 from headway.sim.workload import TraceRequest

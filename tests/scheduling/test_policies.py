@@ -74,15 +74,6 @@ def test_impossible_settings_are_refused_by_name(field: str, value: float) -> No
         SchedulerConfig.named("default", **{field: value})
 
 
-@pytest.mark.parametrize(
-    ("field", "what"),
-    [("relegation", "leave it out"), ("kv_headroom", "follows from the machine"), ("rho_max", "Medha's rules")],
-)
-def test_settings_of_earlier_versions_are_refused_with_what_to_do(field: str, what: str) -> None:
-    with pytest.raises(ConfigError, match=f"{field} is no setting any more: .*{what}"):
-        SchedulerConfig.named("default", **{field: 0.5})
-
-
 def test_a_scheduler_has_at_most_twelve_settings() -> None:
     assert len(fields(SchedulerConfig)) <= 12
 

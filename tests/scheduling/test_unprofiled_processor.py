@@ -54,7 +54,7 @@ def test_a_document_takes_less_than_twice_its_time_alone_beside_decodes(slowness
         nonlocal now, running
         decision = policy.pick(decode_load(policy.latency, running, running * 300), now)
         load, done = decode_load(true, running, running * 300), 0
-        for name, tokens in ((quota.request, quota.tokens) for quota in decision.quotas):
+        for name, tokens in decision.quotas.items():
             past = policy.holders[name].scheduled
             load = load.with_chunk(tokens, true.attention_s(past, tokens), past)
             policy.moved(name, past + tokens)

@@ -48,7 +48,6 @@ EXAMPLES = [f for f in FILES if "\nworkload:" in f.read_text() and "\ndemands:" 
         ("model", {"layers": 2}, "model.hidden is missing"),
         ("cluster.accelerator", "a1000", "cluster.accelerator: unknown accelerator 'a1000'"),
         ("run.noise.kind", "pink", "run.noise.kind must be 'none', 'lognormal' or 'uniform', not 'pink'"),
-        ("run.slo_told", False, "run.slo_told is now send_slo"),
         ("run.refuse_late", True, "refuse_late needs a class with a ttft_s in its SLO"),
         ("latency.source", "table", "`file` goes with `source: table`"),
     ],

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -72,9 +72,6 @@ class FileSection(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    renamed: ClassVar[Mapping[str, str]] = {}
-    """Today's names of fields, by earlier ones, which are refused with the new name."""
-
 
 def shown(value: Any) -> str:
     """Return a value as errors show it: a long one is cut."""
@@ -121,9 +118,6 @@ def _fault(item: dict[str, Any], root: type[FileSection]) -> str:
     name = path or "the file"
     if item["type"] == "extra_forbidden":
         allowed = [field.alias or name for section in sections for name, field in section.model_fields.items()]
-        renamed = {old: new for section in sections for old, new in section.renamed.items()}
-        if item["loc"][-1] in renamed:
-            return f"{name} is now {renamed[item['loc'][-1]]}"
         close = get_close_matches(str(item["loc"][-1]), allowed, 1, 0.6)
         hint = f" (did you mean {close[0]}?)" if close else ""
         return f"{name} is not a field; allowed here: {', '.join(allowed)}{hint}"

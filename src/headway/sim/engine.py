@@ -19,9 +19,8 @@ from headway.core.request import Request, RequestEvent, Span
 from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
 from headway.perf.latency.corrected import CorrectedLatency, describe
 from headway.perf.latency.groups import batch_loads, parts_s
-from headway.policy.iteration.contract import InstanceScheduler
-from headway.policy.iteration.decision import refuse_late
 from headway.policy.iteration.groups import make_scheduler
+from headway.policy.iteration.scheduler import InstanceScheduler, refuse_late
 from headway.sim.prefix_cache import PrefixCacheUse, make_block_manager, prefixes_of
 from headway.sim.result import GroupJoin, IterationRecord, ReplicaUse
 from headway.sim.spec import InstanceSpec, NoiseSource, StagePipeline

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, create_model, field_validator, model_validator
 
@@ -270,8 +270,6 @@ class NoiseSection(FileSection):
 
 
 class RunSection(FileSection):
-    renamed: ClassVar[Mapping[str, str]] = {"slo_told": "send_slo"}
-
     window_s: Seconds | None = Field(default=None, description="observe for so long; null: until the last request ends")
     seeds: Seeds = Field(default=(0,), description="one run each; several give confidence intervals")
     noise: NoiseSection = NoiseSection()

@@ -311,7 +311,7 @@ class PolicyDriver:
             load = msgspec.structs.replace(load, tokens=rows)
         if self.prefills:
             decision = self.policy.pick(load, now, skip=barred, admits_new=admits_new)
-            quotas, load = {quota.request: quota.tokens for quota in decision.quotas}, decision.load
+            quotas, load = decision.quotas, decision.load
         else:
             quotas = {}
         return StepPlan(quotas, load, load_s(self.policy.latency, load))

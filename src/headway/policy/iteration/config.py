@@ -6,28 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from headway.core.errors import ConfigError
-from headway.policy.iteration.chunking_strategies import make_chunking
 from headway.policy.iteration.medha import PAPER_T_TARGET_S, MedhaConfig, Mode
 from headway.policy.iteration.ordering import LADDER, make_policy
-
-_DERIVED = "what it was set to follows from the machine and the requests, leave it out"
-_LADDER = "the default policy, ladder, does what it was for, leave it out"
-_MEDHA = "it is part of Medha's rules, see `medha`"
-REMOVED: Final = {
-    **dict.fromkeys(
-        ("newcomer_wait_s", "background_wait_s", "least_gain", "useful_share", "stretch", "even_rows", "progress_every",
-         "deadline_base_s", "deadline_factor", "reserve_tokens", "kv_headroom", "admission_age_s"), _DERIVED
-    ),
-    **dict.fromkeys(("relegation", "relegated_share", "prefill_share"), _LADDER),
-    **dict.fromkeys(
-        ("long_tokens", "long_iterations", "space_sharing", "rho_max", "rho_min", "yield_only_to_shorts",
-         "subtract_times", "quantum"), _MEDHA
-    ),
-}  # fmt: skip
-"""Settings of earlier versions, with what to do instead."""
 
 PipelineSchedule = Literal["stream", "microbatch"]
 
@@ -47,6 +30,34 @@ DEADLINE_BASE_S: Final = 1.0
 DEADLINE_FACTOR: Final = 5.0
 """A first token without an SLO is due after max(base, factor × its prefill alone), as Medha's and others' evaluations
 take it: a short wait is no harm, and a long prompt's reader expects a long one."""
+
+
+class Chunking(NamedTuple):
+    """The setting `chunking`: how many tokens of a prompt an iteration computes (`fill.IterationFill.size`)."""
+
+    kind: Literal["adaptive", "static", "whole"]
+    """adaptive: the largest chunk that keeps the iteration within its time (Medha §3.2, Algorithm 2), large at first,
+    smaller as the cache grows. static: a budget of tokens an iteration, decodes included (Sarathi-Serve's chunked
+    prefill). whole: all of the prompt at once, as engines did before; of several only as many as the limit holds."""
+    most: int | None = None
+    """Of static: tokens of an iteration."""
+
+    @property
+    def timed(self) -> bool:
+        """Whether chunks are sized by the time of the iteration."""
+        return self.kind == "adaptive"
+
+    @classmethod
+    def read(cls, text: str) -> Chunking:
+        """Read `adaptive`, `whole` or `static:N`; raises ConfigError otherwise."""
+        kind, _, tokens = text.partition(":")
+        if kind == "static" and tokens.isdigit() and int(tokens) > 0:
+            return cls("static", int(tokens))
+        if text in ("adaptive", "whole"):
+            return cls(text)  # type: ignore[arg-type]
+        raise ConfigError(
+            f"unknown chunking {text!r}: choose adaptive, whole, or static:N with N tokens, e.g. static:512"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +89,7 @@ class SchedulerConfig:
 
         # Both raise ConfigError for an unknown name.
         make_policy(self.policy)
-        make_chunking(self.chunking)
+        Chunking.read(self.chunking)
         need(self.medha is None or self.policy != LADDER, "medha", "left out with policy ladder")
         need(self.t_target_s is None or self.t_target_s > 0, "t_target_s", "above 0")
         need(self.min_chunk >= 0, "min_chunk", "0 or more")
@@ -133,8 +144,6 @@ class SchedulerConfig:
         Raises ConfigError on an impossible value."""
         if mode not in ("default", "paper"):
             raise ConfigError(f"mode must be 'default' or 'paper', not {mode!r}")
-        for name in fields.keys() & REMOVED:
-            raise ConfigError(f"{name} is no setting any more: {REMOVED[name]}")
         if mode == "default":
             return cls.of_fields(fields)
         given = cls.of_fields({"policy": "lars", "t_target_s": PAPER_T_TARGET_S, "min_chunk": 0} | fields)

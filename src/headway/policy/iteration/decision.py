@@ -14,22 +14,17 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from headway.core.errors import PredictedLateError
 from headway.core.request import BACKGROUND_PRIORITY, Request
 from headway.perf.latency.base import BatchLoad, LatencyModel, PrefillCache, load_s
 from headway.policy.iteration.admission import KvBlockAdmission, KvPool
 from headway.policy.iteration.budget import IterationBudget, reference_aim_s
-from headway.policy.iteration.chunking_strategies import is_empty, make_chunking
-from headway.policy.iteration.config import DEADLINE_BASE_S, DEADLINE_FACTOR, SchedulerConfig
-from headway.policy.iteration.contract import InstanceScheduler
-from headway.policy.iteration.fill import PROGRESS_EVERY, ChunkAllocation, ChunkRequest, IterationFill
+from headway.policy.iteration.config import DEADLINE_BASE_S, DEADLINE_FACTOR, Chunking, SchedulerConfig
+from headway.policy.iteration.fill import PROGRESS_EVERY, ChunkRequest, IterationFill, is_empty
 from headway.policy.iteration.medha import LONG, MedhaRules
 from headway.policy.iteration.ordering import PrefillFacts, UrgencyLine, make_policy
 from headway.policy.iteration.queue import LadderQueue, LineQueue, WaitingQueue
 from headway.policy.iteration.requests import WHOLE, PrefillState
 
-LONGEST_RETRY_S = 60.0
-"""Longest time after which a refused client is asked to try again, seconds."""
 _LEAST = 0.05
 """However long the decodes take, prefills advance (`fill.PROGRESS_EVERY`)."""
 
@@ -41,23 +36,6 @@ def prefill_speed(latency: LatencyModel, decodes: BatchLoad, budget_s: float) ->
     # The fixed cost of an iteration is part of isolated times, and paid once for both.
     beside_s = load_s(latency, decodes) - latency.rows_s(1)
     return min(1.0, max(_LEAST, 1.0 - beside_s / budget_s))
-
-
-def refuse_late(scheduler: InstanceScheduler, request: Request, now: float) -> None:
-    """Raise PredictedLateError for a request that asked to be refused rather than late and is predicted to be late."""
-    ttft_s = request.slo.ttft_s
-    if not request.slo.refuse_late or ttft_s is None:
-        return
-    predicted_s = scheduler.predicted_ttft_s(request, now)
-    if predicted_s <= ttft_s:
-        return
-    raise PredictedLateError(
-        f"the first token would come after {predicted_s:.3g} s, later than the {ttft_s:g} s asked for ('refuse_late'); "
-        "try again later, or ask for a later one",
-        # By then what is ahead has advanced by as much as is missing.
-        min(predicted_s - ttft_s, LONGEST_RETRY_S),
-        predicted_s,
-    )
 
 
 _LAST: Final = 1 << 62
@@ -80,8 +58,8 @@ class RemoteCost(NamedTuple):
 class IterationDecision(msgspec.Struct, frozen=True, gc=False):
     """The prefill part of one iteration."""
 
-    quotas: list[ChunkAllocation]
-    """Tokens to compute, most urgent request first. A request without a quota gets none."""
+    quotas: dict[str, int]
+    """Tokens to compute by request, most urgent request first. A request without a quota gets none."""
     load: BatchLoad
     """Load of the decodes with these chunks: pass it to `observed` with the seconds that the iteration took."""
 
@@ -106,7 +84,7 @@ class IterationPolicy:
         other KV groups add to a chunk of a request whose earlier shards they hold; None: the instance is one group."""
         self.config = config
         self.latency = latency
-        self.chunking = make_chunking(config.chunking, config.literal)
+        self.chunking = Chunking.read(config.chunking)
         aim_s = reference_aim_s(config, latency)
         self.prefill_times = prefill_times or PrefillCache(latency, aim_s, max(config.min_chunk, 16))
         self.budget = IterationBudget(config, latency)
@@ -147,7 +125,7 @@ class IterationPolicy:
         the same lockstep batch, so that under Medha's rules a long one here yields time."""
         queue, admission, medha = self.queue, self.admission, self.medha
         if not len(queue):
-            return IterationDecision([], load)
+            return IterationDecision({}, load)
         cache = self._pool.cache
         if cache is not None:
             for request_id, cached in cache.drain_changes():
@@ -156,11 +134,9 @@ class IterationPolicy:
             budget_s = self.budget_s(now) if self.chunking.timed else 0.0
         order = queue.ordered(now, lambda: prefill_speed(self.latency, load, budget_s), admission.scarce)
         admission.decide(now, admits_new)
-        config = self.config
         fill = IterationFill(
-            load, budget_s, config.max_num_batched_tokens, config.min_chunk, self.chunking, self.latency,
-            self.budget.chunks, medha is None,
-        )  # fmt: skip
+            load, budget_s, self.config, self.chunking, self.latency, self.budget.chunks, even=medha is None
+        )
         if medha is not None:
             medha.begin(load, self.latency, queue, not admission.closed and admission.free_blocks > 0, shorts_elsewhere)
         # Requests with KV that were offered, for prefixes that they compute.

@@ -6,22 +6,15 @@ from typing import Final
 
 import msgspec
 
-from headway.perf.latency.base import BatchLoad, LatencyModel, beside_prompts, decodes_s, load_s
+from headway.perf.latency.base import BatchLoad, LatencyModel, beside_prompts, decodes_s, load_s, solve_tokens
 from headway.perf.latency.groups import WithExchange
 from headway.policy.iteration.budget import EfficientChunks
-from headway.policy.iteration.chunking_strategies import ChunkingStrategy, PrefillDemand, is_empty
+from headway.policy.iteration.config import Chunking, SchedulerConfig
 
 MAX_UNSCHEDULABLE: Final = 2
 """How many requests are tried in vain for what is left of the time: a bound on a decision."""
 PROGRESS_EVERY: Final = 8
 """The first in order advances at least every so many iterations, however little time its targets leave."""
-
-
-class ChunkAllocation(msgspec.Struct, frozen=True, gc=False):
-    """Tokens of one prefill in this iteration."""
-
-    request: str
-    tokens: int
 
 
 class ChunkRequest(msgspec.Struct, frozen=True, gc=False):
@@ -53,6 +46,11 @@ def even_rows(rows: int) -> int:
     return rows & ~((1 << max(0, rows.bit_length() - 5)) - 1)
 
 
+def is_empty(load: BatchLoad) -> bool:
+    """Whether an iteration computes nothing yet: no rows, and no attention for other groups."""
+    return not (load.tokens or load.decodes or load.chunk_s)
+
+
 class IterationFill:
     """One iteration while it is filled."""
 
@@ -63,6 +61,7 @@ class IterationFill:
         "_even",
         "_latency",
         "_limited",
+        "_literal",
         "_load_s",
         "_min_chunk",
         "_model",
@@ -79,9 +78,8 @@ class IterationFill:
         self,
         load: BatchLoad,
         budget_s: float,
-        max_tokens: int,
-        min_chunk: int,
-        chunking: ChunkingStrategy,
+        config: SchedulerConfig,
+        chunking: Chunking,
         latency: LatencyModel,
         efficient: EfficientChunks,
         even: bool,
@@ -89,16 +87,18 @@ class IterationFill:
         """`load`: of the decodes. `even`: whether cut prompts end where the rows of the iteration are `even_rows`."""
         self.load = load
         self.budget_s = budget_s
-        self.quotas: list[ChunkAllocation] = []
+        self.quotas: dict[str, int] = {}
         # True until a request has got tokens or has found no time: the most urgent one has privileges.
         self.first = True
         # Prompts that it completes.
         self.completing = 0
         # Tokens that the iteration still takes; negative where decodes, or one prompt under `whole`, exceed the limit.
+        max_tokens = config.max_num_batched_tokens
         self.room = (max_tokens if chunking.most is None else min(max_tokens, chunking.most)) - load.tokens
         # Whether the limit on tokens always holds: `whole` may exceed it by one prompt.
         self._limited = chunking.timed or chunking.most is not None
-        self._min_chunk = min_chunk
+        self._min_chunk = config.min_chunk
+        self._literal = config.literal
         self._chunking = chunking
         self._latency = latency
         self._efficient = efficient
@@ -125,10 +125,10 @@ class IterationFill:
             model = self._model = beside_prompts(self._latency, self.load)
         if ask.exchange_s_per_row:
             model = WithExchange(model, ask.exchange_s_per_row)
-        room = max(self.room, 0)
-        demand = PrefillDemand(past, remaining, room, self._decode_s)
         if not self._chunking.timed:
-            return self._chunking.quota(demand, self.load, self.budget_s, model)
+            tokens = self._untimed(remaining)
+            return tokens, model.attention_s(past, tokens) if tokens else 0.0
+        room = max(self.room, 0)
         # Smallest chunk worth a place; a prompt's last tokens may be fewer.
         least = self._efficient.least_tokens(past) if ask.efficient else self._min_chunk
         floor = min(least or 1, remaining, room or 1)
@@ -137,7 +137,7 @@ class IterationFill:
         if not self.first and self._exceeds(model, past, floor, ask.budget_s):
             tokens, attention_s = 0, 0.0
         else:
-            tokens, attention_s = self._chunking.quota(demand, self.load, ask.budget_s, model)
+            tokens, attention_s = self._within(model, past, min(remaining, room), ask.budget_s)
         if tokens < remaining <= room and ask.longest_s and not self._exceeds(model, past, remaining, ask.longest_s):
             return remaining, model.attention_s(past, remaining)
         if tokens < floor:
@@ -152,7 +152,7 @@ class IterationFill:
     def add(self, request_id: str, tokens: int, attention_s: float, past: int) -> None:
         """Add a chunk to the iteration."""
         self.first = False
-        self.quotas.append(ChunkAllocation(request_id, tokens))
+        self.quotas[request_id] = tokens
         self.load = self.load.with_chunk(tokens, attention_s, past)
         self.room -= tokens
         self._model = self._load_s = None
@@ -167,6 +167,21 @@ class IterationFill:
         # The time is used up: every later chunk costs more than nothing.
         if self.load.tokens and self._predicted_s() >= self.budget_s:
             self._unschedulable = MAX_UNSCHEDULABLE
+
+    def _untimed(self, remaining: int) -> int:
+        """Return the tokens of a chunk that is not sized by time; 0: none."""
+        if self._chunking.kind == "static":
+            return max(0, min(remaining, self.room))
+        # More tokens than decodes: the iteration has a prompt already.
+        return 0 if self.load.tokens > self.load.decodes and remaining > self.room else remaining
+
+    def _within(self, model: LatencyModel, past: int, most: int, budget_s: float) -> tuple[int, float]:
+        """Return (tokens, seconds of their attention) of the largest chunk that keeps the iteration within its time."""
+        if not self._literal:
+            return solve_tokens(model, self.load, past, most, budget_s, self._decode_s)
+        # As printed: the chunk is solved against an empty batch, so its fixed cost is charged a second time.
+        left_s = budget_s - (0.0 if is_empty(self.load) else load_s(model, self.load))
+        return solve_tokens(model, BatchLoad(), past, most, left_s)
 
     def _below_floor(
         self, ask: ChunkRequest, model: LatencyModel, floor: int, tokens: int, attention_s: float

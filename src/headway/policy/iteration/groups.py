@@ -24,10 +24,9 @@ from headway.perf.latency.groups import ShardedModel, ShardExchangeCost, assist_
 from headway.policy.iteration.admission import refuse_unservable
 from headway.policy.iteration.budget import reference_aim_s
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.contract import InstanceScheduler
 from headway.policy.iteration.decision import IterationPolicy, RemoteCost
 from headway.policy.iteration.requests import WHOLE, SequenceState
-from headway.policy.iteration.scheduler import Scheduler, ShardPlacement
+from headway.policy.iteration.scheduler import InstanceScheduler, Scheduler
 from headway.policy.iteration.state import ShardTable, audit, limit_of, shard_tokens
 
 # One batch of several groups in lockstep, which are connected by requests with shards in several of them.
@@ -97,9 +96,7 @@ class LockstepBatch:
         least_s = min(group.policy.budget_s(now) for group in self.groups)
         # Owners of spanning prefills first (their chunks load all holders), the least recently served one leading.
         for group in sorted(self.groups, key=lambda g: (g.group not in last, last.get(g.group, 0), g.group)):
-            chunks, load = group.builder.pick_chunks(
-                self._loads[group.group], now, shorts and group.group in last, least_s
-            )
+            chunks, load = group.pick_chunks(self._loads[group.group], now, shorts and group.group in last, least_s)
             self._loads[group.group], self._chunks[group.group] = load, chunks
             for chunk in chunks:
                 if chunk.request in self._owner:
@@ -116,9 +113,7 @@ class LockstepBatch:
             # All groups repeat equally often: until the first lease of any of them fills.
             repeat = max(1, min(ahead, *(group.state.ready.room() for group in working)))
         parts = [
-            group.builder.commit(
-                number, self._chunks[group.group], BatchLoad(), repeat, tuple(self._assists[group.group])
-            )
+            group.commit(number, self._chunks[group.group], BatchLoad(), repeat, tuple(self._assists[group.group]))
             for group in working
         ]
         # Exact loads: while packing, the fixed exchange cost was charged to all groups, now to those that take part.
@@ -201,9 +196,8 @@ class GroupedScheduler:
         aim_s = reference_aim_s(config, latency)
         times = PrefillCache(ShardedModel(latency, self.shard_tokens), aim_s, max(config.min_chunk, 16))
         self.shard_table = ShardTable()
-        self._placement = ShardPlacement(self.shard_table)
         self.groups = [
-            Scheduler(config, latency, block_manager, index, self._placement, times)
+            Scheduler(config, latency, block_manager, index, self.shard_table, times)
             for index, block_manager in enumerate(self.block_managers)
         ]
         # Groups with a part in each batch in flight, by batch id.
@@ -236,7 +230,7 @@ class GroupedScheduler:
 
     def predicted_ttft_s(self, request: Request, now: float) -> float:
         """See `InstanceScheduler`. In the group with the least predicted work, where it would be queued."""
-        return self.groups[self._placement.by_load()[0].group].predicted_ttft_s(request, now)
+        return self.groups[self.shard_table.by_load()[0].group].predicted_ttft_s(request, now)
 
     def progress(self, request_id: str) -> int:
         """See `InstanceScheduler`."""
@@ -262,7 +256,7 @@ class GroupedScheduler:
             raise RequestError(f"request id {request.id!r} is in use", "id")
         refuse_unservable(request, sum(block_manager.total_tokens for block_manager in self.block_managers))
         limit = limit_of(request, self.shard_tokens, len(self.groups), self.block_managers[0].block_tokens)
-        sequence = self.groups[self._placement.by_load()[0].group].enter(request, self._arrivals, limit)
+        sequence = self.groups[self.shard_table.by_load()[0].group].enter(request, self._arrivals, limit)
         self._arrivals += 1
         if limit != WHOLE:
             self.shard_table.longs[request.id] = sequence
@@ -276,7 +270,7 @@ class GroupedScheduler:
             and (free is None or all(group.group in free for group in self.groups))
         ):
             # Nothing is in flight and nothing was packed: without an eviction this would be a deadlock.
-            while batch is None and self._placement.unblock(now):
+            while batch is None and self.shard_table.unblock(now):
                 batch = self._schedule(now, ahead, free)
         return batch
 
@@ -285,12 +279,12 @@ class GroupedScheduler:
         if not able:
             return None
         # Shards first: a join changes which groups are in lockstep, and the owner of the next chunk.
-        self._placement.extend_prefills(
+        self.shard_table.extend_prefills(
             now, {group for together in self.lockstep_groups() if able.issuperset(together) for group in together}
         )
         for group in self.groups:
             if group.group in able:
-                group.builder.grow_decodes(now)
+                group.grow_decodes(now)
         for together in self.lockstep_groups():
             # A lockstep batch needs the first stage of all its groups at once.
             if not able.issuperset(together):
@@ -304,7 +298,7 @@ class GroupedScheduler:
 
     def _launch(self, together: tuple[int, ...], now: float, ahead: int) -> Batch | None:
         if len(together) == 1:
-            return self.groups[together[0]].builder.build(now, ahead, self._batches)
+            return self.groups[together[0]].build(now, ahead, self._batches)
         # Requests with shards in several groups, each with the group that computes its rows.
         spanning = [(s, self.shard_table.owner(name).group) for name, s in self.shard_table.longs.items() if s.shards]
         members = [self.groups[index] for index in together]
@@ -337,14 +331,14 @@ class GroupedScheduler:
                 raise InvariantError(f"{result.request} yields nothing in batch {batch_id}")
             mine[owner.group].append(result)
         slowest = max(groups, key=lambda group: group.expected_s(batch_id))
-        events = self._placement.drain_events()
+        events = self.shard_table.drain_events()
         for group in groups:
             # One measurement, one observation: the other parts finished earlier, at an unknown time.
             took_s = elapsed_s if group is slowest else None
             events += group.complete(batch_id, mine[group.group], now, took_s, repeats)
         for group in self.groups:
             # A transferred request may be aborted in one group while its last chunk is in flight in another.
-            events += group.completion.end_aborted(now)
+            events += group.end_aborted(now)
         return self._forget_ended(events)
 
     def abort(self, request_id: str, now: float) -> list[RequestEvent]:
@@ -358,7 +352,7 @@ class GroupedScheduler:
     def lost(self, instance: int, now: float) -> list[RequestEvent]:
         """See `InstanceScheduler`. All groups of the instance have lost their KV."""
         self._in_flight.clear()
-        events = self._placement.drain_events()
+        events = self.shard_table.drain_events()
         for group in self.groups:
             events += group.lost(instance, now)
         for block_manager in self.block_managers:

@@ -1,20 +1,21 @@
 """State of one group (requests, batches in flight, KV), the shards that groups hold of long requests, and the check of
-all its invariants.
+all invariants of a group.
 
 `scheduler` makes batches from it and applies their results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass
 
 from headway.core.batch import Chunk
 from headway.core.errors import InvariantError
 from headway.core.request import Request, RequestEvent
-from headway.kv.block_manager import BlockManager
+from headway.kv.block_manager import BlockManager, KvLease, KvShardLease
 from headway.kv.staged_kv import StagedKv
 from headway.perf.latency.base import BatchLoad, LatencyModel, PrefillCache, load_s
-from headway.policy.iteration.admission import KvGrowth
+from headway.policy.iteration.admission import ADMISSION_AGE_S, KvGrowth
 from headway.policy.iteration.budget import reference_aim_s
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy, RemoteCost
@@ -22,7 +23,8 @@ from headway.policy.iteration.requests import WHOLE, DecodeSet, SequenceState
 
 
 class ShardTable:
-    """Requests that may need several shards, and the states of all groups. It changes none of them."""
+    """Requests of one instance that may need several shards, over all of its groups: who holds which, which group the
+    next one joins, and which requests make way for it."""
 
     def __init__(self) -> None:
         # States of the groups, in order of their numbers; each adds itself.
@@ -32,6 +34,8 @@ class ShardTable:
         # While a lockstep batch is packed: what shard holders add to a request's chunk.
         self.remote_costs: Callable[[str], RemoteCost] | None = None
         self._lockstep_groups: list[tuple[int, ...]] = []
+        # Preemptions while scheduling, returned by the next `complete` or `lost`.
+        self.pending_events: list[RequestEvent] = []
         # Whether shards were added or freed since `_lockstep_groups` was computed.
         self._stale = True
 
@@ -68,6 +72,118 @@ class ShardTable:
             self._stale = False
         return self._lockstep_groups
 
+    # -- the next shard of a long request ------------------------------------------------------------------------
+
+    def drain_events(self) -> list[RequestEvent]:
+        """Return the pending events and clear them."""
+        events, self.pending_events = self.pending_events, []
+        return events
+
+    def by_load(self) -> list[GroupState]:
+        """Return the groups, the one with the least predicted work first.
+
+        A request counts in all groups that hold it."""
+        states = self.states
+        seconds = [state.outstanding_s() for state in states]
+        for sequence in self.longs.values():
+            if sequence.slot >= 0:
+                for shard in sequence.shards:
+                    seconds[shard.group] += sequence.work_s
+        # The group number breaks ties, so that decisions are reproducible.
+        return sorted(states, key=lambda state: (seconds[state.group], state.group))
+
+    def extend(self, sequence: SequenceState, now: float) -> bool:
+        """Transfer a decode, whose shard is full or cannot grow, to another group. False: none has blocks.
+
+        Before the shard is full, another group joins only if the groups without a shard of this request, at full shard
+        length, would hold the rest."""
+        if sequence.computed - sequence.base < sequence.limit:
+            # An early join wastes the tail of this shard: check that the remaining groups still suffice.
+            left = len(self.states) - 1 - len(sequence.shards)
+            need = sequence.prompt + sequence.request.max_output_tokens - sequence.computed
+            if left * sequence.limit < need:
+                return False
+        return self._join(sequence, now)
+
+    def extend_prefills(self, now: float, able: Container[int]) -> None:
+        """Transfer prefills whose shard is full to another group, and make way for the one that has waited too long.
+
+        `able`: groups that could compute now. A transfer before its groups can compute would only put the new group
+        into lockstep early."""
+        for sequence in list(self.longs.values()):
+            self._extend_prefill(sequence, now, able)
+        # `skipped_since` of a request that holds KV: no group had blocks for its next shard (`_join`).
+        stuck = [s for s in self.longs.values() if s.lease is not None and s.skipped_since is not None]
+        oldest = min(stuck, key=lambda s: s.order, default=None)
+        since = now if oldest is None or oldest.skipped_since is None else oldest.skipped_since
+        late = oldest is not None and now - since >= ADMISSION_AGE_S
+        held = set(self.holders(oldest)) if oldest is not None else set()
+        for state in self.states:
+            # Groups that hold a shard of it already cannot take the next one: no reason to close them.
+            state.policy.admission.reserved_for = oldest if late and state.group not in held else None
+        # Two long requests may wait for each other's blocks: evict the youngest, never the oldest. What it held is for
+        # the oldest, at once: else no group could compute, `unblock` would evict the oldest too, and so for ever.
+        if oldest is not None and late and len(stuck) > 1:
+            self._evict(max(stuck, key=lambda s: s.order), now)
+            self._extend_prefill(oldest, now, able)
+
+    def _extend_prefill(self, sequence: SequenceState, now: float, able: Container[int]) -> None:
+        """Transfer a prefill to another group if its shard is full and its group could compute now (`able`)."""
+        full = sequence.lease is not None and sequence.room <= 0 < sequence.remaining
+        if full and sequence.slot >= 0 and self.owner(sequence.request.id).group in able:
+            self._join(sequence, now)
+
+    def unblock(self, now: float) -> bool:
+        """Evict the youngest long request that holds KV. False: none does.
+
+        Called when nothing is in flight and nothing fits."""
+        holding = [s for s in self.longs.values() if s.lease is not None]
+        if holding:
+            self._evict(max(holding, key=lambda s: s.order), now)
+        return bool(holding)
+
+    def _join(self, sequence: SequenceState, now: float) -> bool:
+        """Transfer the request to the least loaded group with blocks for its next shard.
+
+        False: there is none, it waits."""
+        home = self.owner(sequence.request.id)
+        held = set(self.holders(sequence))
+        start = sequence.scheduled
+        for state in self.by_load():
+            if state.group in held:
+                continue
+            lease = _reserve(state, sequence, start, now)
+            if lease is None:
+                continue
+            assert sequence.lease is not None
+            # The old shard ends at `scheduled`: chunks in flight still write below it, none writes beyond.
+            shard = KvShardLease(home.group, home.block_manager, sequence.lease, sequence.base, start - sequence.base)
+            home.transfer_out(sequence)
+            sequence.shards += (shard,)
+            sequence.base, sequence.lease, sequence.skipped_since = start, lease, None
+            state.transfer_in(sequence)
+            self.changed()
+            return True
+        if sequence.skipped_since is None:
+            sequence.skipped_since = now
+        return False
+
+    def _evict(self, sequence: SequenceState, now: float) -> None:
+        """Preempt a request unless it is in a batch in flight."""
+        owner = self.owner(sequence.request.id)
+        if not owner.is_in_flight(sequence):
+            self.pending_events.append(owner.preempt(sequence, now))
+
+
+def _reserve(state: GroupState, sequence: SequenceState, start: int, now: float) -> KvLease | None:
+    """Reserve the next shard in a group, or return None.
+
+    For a decode, younger requests are evicted as in its own group."""
+    lease = state.growth.next_shard(sequence, start)
+    while lease is None and sequence.decoding and state.evict_behind(sequence, now):
+        lease = state.growth.next_shard(sequence, start)
+    return lease
+
 
 def connected(groups: int, spread: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
     """Partition groups 0..groups-1 into sets that compute in lockstep, in order: the connected components.
@@ -82,26 +198,17 @@ def connected(groups: int, spread: Iterable[Iterable[int]]) -> list[tuple[int, .
     return [tuple(g for g in range(groups) if label[g] == c) for c in sorted(set(label))]
 
 
+@dataclass(eq=False)
 class BatchInFlight:
     """A group's part of a batch that has been handed out and not completed."""
 
-    __slots__ = ("chunks", "decodes", "load", "repeat", "sequences")
-
-    def __init__(
-        self,
-        decodes: DecodeSet,
-        chunks: tuple[Chunk, ...],
-        sequences: list[SequenceState],
-        load: BatchLoad,
-        repeat: int,
-    ) -> None:
-        self.decodes = decodes
-        self.chunks = chunks
-        # The request of each chunk: kept here, since it may move to another group while the batch is in flight.
-        self.sequences = sequences
-        self.load = load
-        # Most iterations that this batch may stand for.
-        self.repeat = repeat
+    decodes: DecodeSet
+    chunks: tuple[Chunk, ...]
+    sequences: list[SequenceState]
+    """The request of each chunk: kept here, since it may move to another group while the batch is in flight."""
+    load: BatchLoad
+    repeat: int
+    """Most iterations that this batch may stand for."""
 
 
 class GroupState:

@@ -23,9 +23,9 @@ from headway.core.request import Request, RequestEvent, Span
 from headway.perf.latency.corrected import describe
 from headway.perf.utilisation import AttentionWork
 from headway.policy.iteration.admission import KV_HEADROOM
-from headway.policy.iteration.contract import InstanceScheduler
-from headway.policy.iteration.decision import IterationPolicy, refuse_late
+from headway.policy.iteration.decision import IterationPolicy
 from headway.policy.iteration.groups import group_policies
+from headway.policy.iteration.scheduler import InstanceScheduler, refuse_late
 from headway.runtime.engine.config import PoisonRequestTracker, RestartLimit
 from headway.runtime.engine.protocol import (
     ChunkSample,
