@@ -8,7 +8,6 @@ import pytest
 
 from headway.kv.allocator import BlockAllocator
 from headway.kv.block_manager import BlockManager
-from headway.kv.eviction import LeastRecentlyUsed
 from headway.kv.prefix_cache import PrefixCache
 
 BLOCK = 4
@@ -17,7 +16,7 @@ BLOCK = 4
 @pytest.mark.parametrize("seed", range(4))
 def test_prompts_that_share_nothing_lie_in_few_runs(seed: int) -> None:
     rng = random.Random(seed)
-    cache = PrefixCache(LeastRecentlyUsed(), BLOCK)
+    cache = PrefixCache(BLOCK)
     manager = BlockManager(400 * BLOCK, BLOCK, cache)
     runs: list[int] = []
     for i in range(200):

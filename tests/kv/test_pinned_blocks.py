@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.kv.block_manager import BlockManager, KvLease
-from headway.kv.eviction import LeastRecentlyUsed
 from headway.kv.prefix_cache import PrefixCache
 from headway.kv.prefix_index import PrefixNode
 
@@ -28,7 +27,7 @@ STEPS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(STEPS)
 def test_a_pinned_prefix_keeps_its_blocks_whatever_requests_do(steps: list[tuple[str, int]]) -> None:
-    cache = PrefixCache(LeastRecentlyUsed(), BLOCK)
+    cache = PrefixCache(BLOCK)
     manager = BlockManager(POOL * BLOCK, BLOCK, cache)
     live: list[KvLease] = []
     pinned: dict[str, list[int]] = {}
@@ -80,4 +79,4 @@ def test_a_pinned_prefix_keeps_its_blocks_whatever_requests_do(steps: list[tuple
 
 
 def test_an_unknown_pin_is_not_there() -> None:
-    assert not PrefixCache(LeastRecentlyUsed(), BLOCK).pins.unpin("none")
+    assert not PrefixCache(BLOCK).pins.unpin("none")

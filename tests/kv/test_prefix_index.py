@@ -7,11 +7,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from tests.helpers.unit_latency import small_machine
 
 from headway.core.errors import ConfigError, InvariantError
-from headway.kv.eviction import CostAware, LeastRecentlyUsed, make_eviction
-from headway.kv.prefix_index import PrefixIndex, PrefixNode
-from headway.kv.text_keys import TextKeys
+from headway.kv.prefix_index import PrefixIndex, PrefixNode, TextKeys
+from headway.policy.iteration.admission import make_prefix_cache
 
 Prefix = tuple[int, ...]
 PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
@@ -28,7 +28,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @initialize(cost_aware=st.booleans())
     def start(self, cost_aware: bool) -> None:
-        self.index = PrefixIndex(CostAware(lambda depth: 1.0 + depth) if cost_aware else LeastRecentlyUsed())
+        self.index = PrefixIndex((lambda depth: 1.0 + depth) if cost_aware else None)
         self.cost_aware = cost_aware
         self.cached: dict[Prefix, int] = {}
         self.users: list[Prefix] = []
@@ -89,21 +89,21 @@ TestIndexMachine = IndexMachine.TestCase
 
 
 def test_a_prefix_released_more_often_than_acquired_is_an_error() -> None:
-    index = PrefixIndex(LeastRecentlyUsed())
+    index = PrefixIndex()
     node = index.extend(index.root, ["a"], [0])
     with pytest.raises(InvariantError, match="more often"):
         index.release(node)
 
 
 def test_a_key_behind_two_prefixes_is_an_error() -> None:
-    index = PrefixIndex(LeastRecentlyUsed())
+    index = PrefixIndex()
     index.extend(index.root, ["a", "x"], [0, 1])
     with pytest.raises(InvariantError, match="two prefixes"):
         index.extend(index.root, ["b", "x"], [2, 3])
 
 
 def test_the_cost_aware_policy_keeps_a_deep_prefix_and_lets_it_age() -> None:
-    index = PrefixIndex(CostAware(float))
+    index = PrefixIndex(float)
     index.extend(index.root, [f"deep {i}" for i in range(4)], range(4))
     evicted = []
     for i in range(4):
@@ -116,7 +116,7 @@ def test_the_cost_aware_policy_keeps_a_deep_prefix_and_lets_it_age() -> None:
 
 
 def test_the_least_recently_used_prefix_goes_first() -> None:
-    index = PrefixIndex(make_eviction("lru", float))
+    index = PrefixIndex()
     first, second = (index.extend(index.root, [name], [i]) for i, name in enumerate("ab"))
     for node in (second, first):
         index.acquire(node)
@@ -126,7 +126,7 @@ def test_the_least_recently_used_prefix_goes_first() -> None:
 
 def test_an_unknown_eviction_policy_is_refused_with_the_known_names() -> None:
     with pytest.raises(ConfigError, match="known are lru, cost"):
-        make_eviction("fifo", float)
+        make_prefix_cache("fifo", small_machine(), 16)
 
 
 def test_keys_stand_for_whole_prefixes_and_for_a_salt() -> None:
@@ -143,7 +143,7 @@ def test_keys_stand_for_whole_prefixes_and_for_a_salt() -> None:
 
 
 def test_stale_candidates_are_dropped_from_the_heap() -> None:
-    index = PrefixIndex(LeastRecentlyUsed())
+    index = PrefixIndex()
     node = index.extend(index.root, ["a"], [0])
     for _ in range(1000):
         index.acquire(node)

@@ -13,9 +13,8 @@ from tests.helpers.fake_instances import FakeCluster, answer
 
 from headway.core.request import SamplingParams
 from headway.kv.block_manager import BlockManager
-from headway.kv.eviction import LeastRecentlyUsed
 from headway.kv.prefix_cache import PrefixCache
-from headway.kv.text_keys import TextKeys
+from headway.kv.prefix_index import TextKeys
 from headway.policy.placement.contract import Role
 from headway.runtime.cluster.instances import CachedKeys, shareable, text_of
 from headway.runtime.engine.protocol import ComputeSpan, SubmitRequest
@@ -27,7 +26,7 @@ BLOCK = 16
 
 def test_reports_of_an_instance_leave_the_controller_with_the_same_hits() -> None:
     rng = random.Random(1)
-    cache = PrefixCache(LeastRecentlyUsed(), 4)
+    cache = PrefixCache(4)
     cache.index.changes = {}
     manager, known = BlockManager(40 * 4, 4, cache), CachedKeys()
     evicted = 0

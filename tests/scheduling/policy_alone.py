@@ -27,7 +27,6 @@ class CountedPool:
 
     cache = None
     answers_hold = 16
-    holders_grow = True
 
     def __init__(self, n_blocks: int, block_tokens: int) -> None:
         self.n_blocks, self.block_tokens = n_blocks, block_tokens

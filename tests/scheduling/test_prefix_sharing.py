@@ -14,7 +14,6 @@ from headway.core.batch import Batch, RequestProgress
 from headway.core.request import Request, RequestEvent, Span
 from headway.kv.allocator import BlockTables
 from headway.kv.block_manager import BlockManager
-from headway.kv.eviction import make_eviction
 from headway.kv.prefix_cache import PrefixCache
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.scheduler import Scheduler
@@ -77,7 +76,7 @@ class CachedWorld:
 
     def __post_init__(self) -> None:
         model = small_machine()
-        cache = PrefixCache(make_eviction(self.eviction, lambda depth: 1.0 + depth), BLOCK, self.unused_blocks)
+        cache = PrefixCache(BLOCK, (lambda depth: 1.0 + depth) if self.eviction == "cost" else None, self.unused_blocks)
         self.cache = cache
         self.manager = BlockManager(self.pool_tokens, BLOCK, cache)
         config = SchedulerConfig(stages=self.stages)

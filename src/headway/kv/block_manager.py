@@ -46,9 +46,6 @@ _RESERVED_PART = 64
 class BlockManager:
     """Leases on a pool of blocks of `block_tokens` tokens. Every change is also kept as a `KvOp` until `drain_ops`."""
 
-    # For the iteration policy (`policy.iteration.admission.KvPool`).
-    holders_grow = True
-
     def __init__(
         self, total_tokens: int, block_tokens: int, cache: PrefixCache | None = None, spare_blocks: int = 0
     ) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
 from headway.kv.allocator import Run, joined
-from headway.kv.eviction import EvictionPolicy
 from headway.kv.prefix_index import PrefixIndex, PrefixNode
 
 
@@ -76,9 +75,12 @@ class _PrefixEntry:
 class PrefixCache:
     """Cached prefixes of one pool, and the prefixes of its requests. Implements no allocation: `BlockManager` does."""
 
-    def __init__(self, eviction: EvictionPolicy, block_tokens: int, unused_blocks: int | None = None) -> None:
-        """`unused_blocks`: most blocks to keep that no request uses; None: as many as the pool has room for."""
-        self.index = PrefixIndex(eviction)
+    def __init__(
+        self, block_tokens: int, block_s: Callable[[int], float] | None = None, unused_blocks: int | None = None
+    ) -> None:
+        """`block_s`: see `PrefixIndex`. `unused_blocks`: most blocks to keep that no request uses; None: as many as the
+        pool has room for."""
+        self.index = PrefixIndex(block_s)
         self.unused_blocks = unused_blocks
         self.queried_tokens = 0
         """Prompt tokens of requests that were looked up when they got KV."""
@@ -263,7 +265,7 @@ class PrefixCache:
         self.index.release(tip)
 
     def evict(self) -> int | None:
-        """Remove the block that the policy ranks lowest and return its number. None: all are in use."""
+        """Remove the block of the lowest rank and return its number. None: all are in use."""
         node = self.index.evict()
         if node is None:
             return None

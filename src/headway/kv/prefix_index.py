@@ -1,4 +1,4 @@
-"""Index of cached KV blocks by the prefix that they end.
+"""Keys of KV blocks, a hash chain over a text, and the index of cached blocks by the prefix that they end.
 
 A block's key stands for all tokens up to the block's end (vLLM's hash chain: the hash of the parent's key and of the
 block's tokens), so one hash table finds the longest cached prefix, and a tree of parents keeps the order of eviction:
@@ -8,8 +8,9 @@ of the pool, so that holding a prefix takes a few operations on runs of blocks h
 
 from __future__ import annotations
 
+import hashlib
 import heapq
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -17,10 +18,58 @@ import numpy as np
 
 from headway.core.errors import InvariantError
 from headway.kv.allocator import Run
-from headway.kv.eviction import EvictionPolicy
 
+EVICTION_POLICIES = ("lru", "cost")
+"""Least recently used first; cheapest to compute again first (`PrefixIndex`)."""
 _UNLISTED = -1
 """Ticket of a node that is not a candidate for eviction."""
+
+
+KEY_BYTES = 16
+"""Bytes of a block's key: 128 bits of BLAKE2b, so that prompts cannot be made to collide."""
+
+
+def root_key(salt: str = "") -> bytes:
+    """Return the key that stands before a text's first block."""
+    # BLAKE2b's own `key` parameter would cost a block of compression for each; the root key carries the salt once.
+    return hashlib.blake2b(salt.encode(), digest_size=KEY_BYTES, person=b"headway-prefix").digest()
+
+
+def child_key(parent: bytes, block: bytes | bytearray | memoryview) -> bytes:
+    """Return the key of a block of int32 token ids, little-endian, behind the block of the key `parent`."""
+    # The parent's key first: equal tokens behind different prefixes have different keys.
+    return hashlib.blake2b(parent + block, digest_size=KEY_BYTES).digest()
+
+
+class TextKeys:
+    """Keys of the full blocks of a text that grows: a prompt, then the tokens of its answer."""
+
+    __slots__ = ("_bytes", "_last", "_tail", "keys")
+
+    def __init__(self, token_ids: bytes | memoryview, block_tokens: int, salt: str = "") -> None:
+        """`token_ids`: those of the prompt, int32, little-endian."""
+        self._bytes = 4 * block_tokens
+        self._last = root_key(salt)
+        self.keys: list[bytes] = []
+        """In order; the list itself grows."""
+        ids = memoryview(token_ids).cast("B")
+        full = ids.nbytes - ids.nbytes % self._bytes
+        for start in range(0, full, self._bytes):
+            self._add(ids[start : start + self._bytes])
+        self._tail = bytearray(ids[full:])
+
+    def append(self, token: int) -> bool:
+        """Add one token of the answer. Return whether a block is full with it, and so has a key."""
+        self._tail += token.to_bytes(4, "little")
+        if len(self._tail) < self._bytes:
+            return False
+        self._add(self._tail)
+        self._tail = bytearray()
+        return True
+
+    def _add(self, block: memoryview | bytearray) -> None:
+        self._last = child_key(self._last, block)
+        self.keys.append(self._last)
 
 
 class PrefixNode(msgspec.Struct, gc=False, eq=False):
@@ -37,16 +86,25 @@ class PrefixNode(msgspec.Struct, gc=False, eq=False):
     children: int = 0
     """Cached blocks that extend this prefix by one block."""
     stamp: float = 0.0
-    """The eviction policy's mark of the last use."""
+    """The index's age when its last user left."""
     ticket: int = _UNLISTED
     """Number of the valid entry in the heap of candidates for eviction."""
 
 
 class PrefixIndex:
-    """Cached prefixes as a tree over a hash table. O(1) a block, O(log n) a block that is evicted."""
+    """Cached prefixes as a tree over a hash table. O(1) a block, O(log n) a block that is evicted.
 
-    def __init__(self, eviction: EvictionPolicy) -> None:
-        self.eviction = eviction
+    Evicted first is the block that has been unused for longest; or, with `block_s`, the one that is cheapest to compute
+    again, discounted by how long it has been unused. That is GreedyDual (Young 1994; GreedyDual-Size, Cao and Irani,
+    USITS 1997): a block's rank is the seconds that computing it again takes, plus the rank of the last evicted block
+    when it was used last. All blocks have the same bytes, so seconds order them as seconds per byte do. Attention makes
+    deeper blocks dearer."""
+
+    def __init__(self, block_s: Callable[[int], float] | None = None) -> None:
+        """`block_s`: seconds to compute the block that ends a prefix of so many blocks."""
+        self._block_s = block_s
+        # What unused blocks have aged by: uses so far, or the rank of the last evicted block. No clock is read.
+        self._age = 0.0
         # The empty prefix: always there, never evicted, no block.
         self.root = PrefixNode(None, None, -1, 0)
         # Blocks with users.
@@ -63,6 +121,11 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         return len(self._nodes)
+
+    @property
+    def eviction(self) -> str:
+        """Name of the order of eviction, of `EVICTION_POLICIES`."""
+        return "lru" if self._block_s is None else "cost"
 
     @property
     def evictable(self) -> int:
@@ -106,7 +169,7 @@ class PrefixIndex:
                 raise InvariantError(f"key {key!r} stands for two prefixes")
             node = found
         if not (node is self.root or node.children or node.ticket != _UNLISTED or self._users[node.block]):
-            node.stamp = self.eviction.stamp()
+            node.stamp = self._stamp()
             self._list(node)
         return node
 
@@ -132,7 +195,7 @@ class PrefixIndex:
 
     def release(self, node: PrefixNode) -> None:
         """Undo one `acquire`."""
-        stamp, ended = self.eviction.stamp(), 0
+        stamp, ended = self._stamp(), 0
         for first, count in self.runs(node):
             users = self._users[first : first + count]
             if not users.all():
@@ -158,7 +221,7 @@ class PrefixIndex:
         return sum(int(np.count_nonzero(self._users[first : first + count])) for first, count in runs)
 
     def evict(self) -> PrefixNode | None:
-        """Remove the unused leaf that the policy ranks lowest and return it. None: every block is in use."""
+        """Remove the unused leaf of the lowest rank and return it. None: every block is in use."""
         while self._leaves:
             rank, ticket, node = heapq.heappop(self._leaves)
             if node.ticket != ticket:
@@ -169,7 +232,8 @@ class PrefixIndex:
             del self._nodes[node.key]
             if self.changes is not None:
                 self.changes[node.key] = False
-            self.eviction.evicted(rank)
+            if self._block_s is not None:
+                self._age = max(self._age, rank)
             parent.children -= 1
             if not (parent.children or parent is self.root or self._users[parent.block]):
                 self._list(parent)
@@ -213,11 +277,18 @@ class PrefixIndex:
         if self.in_use != sum(self.users(node) > 0 for node in self._nodes.values()):
             raise InvariantError("the count of blocks in use is wrong")
 
+    def _stamp(self) -> float:
+        """Return the mark of a block whose last user leaves now."""
+        if self._block_s is None:
+            self._age += 1.0
+        return self._age
+
     def _list(self, node: PrefixNode) -> None:
         self._tickets += 1
         node.ticket = self._tickets
         self._listed += 1
-        heapq.heappush(self._leaves, (self.eviction.rank(node.stamp, node.depth), node.ticket, node))
+        rank = node.stamp if self._block_s is None else node.stamp + self._block_s(node.depth)
+        heapq.heappush(self._leaves, (rank, node.ticket, node))
 
     def _unlist(self, node: PrefixNode) -> None:
         """Take a node off the candidates. Its entry becomes stale; stale ones are dropped when they are the most."""

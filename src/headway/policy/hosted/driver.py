@@ -118,7 +118,6 @@ class ReservedKvPool:
 
     answers_hold = 16
     """Asking vLLM looks a prompt up in its prefix cache, which changes meanwhile."""
-    holders_grow = False
     cache: None = None
     """vLLM looks prompts up itself: it reports a hit when it first schedules the request."""
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Final, Protocol
 
-from headway.core.errors import RequestError
+from headway.core.errors import ConfigError, RequestError
 from headway.core.request import Request
 from headway.kv.block_manager import BlockManager, KvLease
-from headway.kv.eviction import make_eviction
 from headway.kv.prefix_cache import PrefixCache
+from headway.kv.prefix_index import EVICTION_POLICIES
 from headway.perf.latency.base import LatencyModel
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.requests import PrefillState, SequenceState
@@ -48,8 +48,6 @@ class KvPool(Protocol):
     """Tokens reserved beyond what is known, and grown by on demand."""
     answers_hold: int
     """Decisions for which an answer of `needed_blocks` about a request without KV may be used; 0: it is asked again."""
-    holders_grow: bool
-    """Whether `held_blocks` of a request may change while it holds KV."""
 
     @property
     def n_blocks(self) -> int:
@@ -133,7 +131,7 @@ class KvBlockAdmission:
         self._spare: int | None = None
         # Whether no further request without KV enters in this decision.
         self.closed = False
-        # Blocks of small holders, at most the headroom; None: to be counted again.
+        # Blocks of small holders in this decision, at most the headroom; None: to be counted.
         self._small: int | None = None
 
     # -- holders ------------------------------------------------------------------------------------------------
@@ -155,8 +153,7 @@ class KvBlockAdmission:
         """Begin a decision: blocks in use may have changed since the last one."""
         self._decisions += 1
         self.free_blocks = self._pool.free_blocks
-        if self._pool.holders_grow:
-            self._small = None
+        self._small = None
         self._blocked = 0
         self.scarce = False
         self.closed = not admits_new or len(self.holders) >= self._max_holders
@@ -214,8 +211,7 @@ class KvBlockAdmission:
 
     def headroom(self, state: PrefillState, blocks: int) -> int:
         """Return how many blocks must stay free if this request takes `blocks` more; 0 for a small one."""
-        if self._pool.holders_grow:
-            self._small = None
+        self._small = None
         return self._headroom(state, blocks, self._pool.free_blocks)
 
     def waits_for_prefix(self, state: PrefillState, ahead: Container[str]) -> bool:
@@ -320,9 +316,11 @@ class KvGrowth:
 def make_prefix_cache(
     eviction: str, latency: LatencyModel, block_tokens: int, unused_blocks: int | None = None
 ) -> PrefixCache:
-    """Return an empty cache with a policy of eviction by name. `unused_blocks`: see `PrefixCache`."""
+    """Return an empty cache with an order of eviction by name. Raises ConfigError for an unknown one."""
+    if eviction not in EVICTION_POLICIES:
+        raise ConfigError(f"unknown eviction policy {eviction!r}; known are {', '.join(EVICTION_POLICIES)}")
 
     def block_s(depth: int) -> float:
         return latency.rows_s(block_tokens) + latency.attention_s(block_tokens * (depth - 1), block_tokens)
 
-    return PrefixCache(make_eviction(eviction, block_s), block_tokens, unused_blocks)
+    return PrefixCache(block_tokens, block_s if eviction == "cost" else None, unused_blocks)

@@ -61,7 +61,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: bool = False
     """Keep the KV of prompts until memory is needed, and share it with prompts that begin alike."""
     prefix_cache_policy: str = "lru"
-    """Order in which cached blocks give way (`kv.eviction.EVICTION_POLICIES`): the least recently used first."""
+    """Order in which cached blocks give way (`kv.prefix_index.EVICTION_POLICIES`): the least recently used first."""
     threads: int | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1

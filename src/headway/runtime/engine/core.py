@@ -200,7 +200,7 @@ class EngineCore:
             self._log_event(
                 "start", config=asdict(scheduler.config), kv_tokens=block_manager.total_tokens,
                 block_tokens=block_manager.block_tokens, latency=describe(scheduler.latency),
-                **({} if block_manager.cache is None else {"eviction": block_manager.cache.index.eviction.name}),
+                **({} if block_manager.cache is None else {"eviction": block_manager.cache.index.eviction}),
             )  # fmt: skip
 
     @property
