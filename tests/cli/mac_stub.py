@@ -18,7 +18,7 @@ import sysconfig
 import urllib.request  # noqa: F401 - with sys.platform changed it would look for macOS's own proxy settings
 from typing import Any
 
-from headway.core.extras import SERVE_ONLY
+from headway.core.errors import SERVE_ONLY
 
 LINUX_ONLY: dict[Any, tuple[str, ...]] = {
     os: (

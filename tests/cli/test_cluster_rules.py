@@ -16,7 +16,7 @@ from headway.perf.latency import eq1
 from headway.perf.latency.corrected import describe
 from headway.perf.latency.groups import GroupShape, RingLatency
 from headway.perf.latency.table import TableLatency, TableSource
-from headway.policy.placement.pecsched.long import StrategyChooser
+from headway.policy.placement.pecsched_replicas import StrategyChooser
 from headway.policy.placement.registry import names
 from headway.runtime.assembly.cluster import check_moves, links, live_rules, policy_context, rules_of, shape_of
 from headway.runtime.cluster.cluster_file import ClusterFile, InstancePool, cluster_file

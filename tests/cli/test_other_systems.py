@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTS = """
 import importlib, json, pkgutil
-from headway.core.extras import SERVE_ONLY
+from headway.core.errors import SERVE_ONLY
 import headway, headway_research
 failed, extra = {}, []
 for package in (headway, headway_research):

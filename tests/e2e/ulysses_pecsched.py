@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headway.policy.placement.contract import Action, ClusterSnapshot, CommitSpans, Event
-from headway.policy.placement.pecsched.policy import PecSched, PecSchedOptions
+from headway.policy.placement.pecsched import PecSched, PecSchedOptions
 
 
 class UlyssesPecSched(PecSched):

@@ -24,7 +24,7 @@ from headway.policy.placement.contract import (
     PreemptRequest,
     ResumeRequest,
 )
-from headway.policy.placement.pecsched.policy import PecSched, PecSchedOptions
+from headway.policy.placement.pecsched import PecSched, PecSchedOptions
 from headway.policy.placement.registry import PolicyContext
 from headway_research.pecsched.drill import DrillResult, PlacementDrill
 from headway_research.pecsched.literal import LiteralPecSched

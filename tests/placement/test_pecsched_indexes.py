@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.policy.placement.pecsched.long import IndexedNodes
-from headway.policy.placement.pecsched.short import HeapArgMin
+from headway.policy.placement.pecsched_replicas import HeapArgMin, IndexedNodes
 from headway_research.pecsched.literal import ScanArgMin, ScanNodes
 
 STEPS = st.lists(st.tuples(st.integers(0, 11), st.one_of(st.none(), st.integers(0, 6))), max_size=120)
@@ -61,9 +60,10 @@ def test_node_table_and_scan_select_the_same_replicas(nodes, puts, sizes, rng) -
         assert taken.nodes == len({nodes[i] for i in found})
         available.difference_update(found)
         if rng.random() < 0.6:
-            weights = [rng.randint(0, 9) for _ in found]
-            table.release(found, weights)
-            scan.release(found, weights)
+            for replica in found:
+                weight = rng.randint(0, 9)
+                table.update(replica, weight)
+                scan.update(replica, weight)
             available.update(found)
 
 

@@ -29,7 +29,7 @@ from headway.policy.placement.contract import (
     EnqueueRequest,
     RequestArrived,
 )
-from headway.policy.placement.prefix_reuse import cheapest_start, copy_pays, copy_seconds, longest_prefix
+from headway.policy.placement.kv_places import cheapest_start, copy_pays, copy_seconds, longest_prefix
 from headway.policy.placement.registry import PolicyContext, make_placement
 from headway.sim.cluster.build import cluster_of, placement_of
 from headway.sim.cluster.simulation import simulate_cluster

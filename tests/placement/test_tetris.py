@@ -24,7 +24,7 @@ from headway.policy.placement.contract import (
     TransferKv,
     load_rates,
 )
-from headway.policy.placement.decode_placement import DecodePlacement
+from headway.policy.placement.kv_places import DecodePlacement
 from headway.policy.placement.registry import PolicyContext, make_placement
 
 NET = ClusterLinks(inside=LINKS["nvlink3"], across=LINKS["ib-200"])

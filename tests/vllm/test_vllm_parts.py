@@ -16,8 +16,7 @@ from headway.core.errors import ConfigError
 from headway.perf.hardware import MODELS
 from headway.perf.latency.base import BatchLoad
 from headway.perf.latency.table import MachineRates, roofline, save
-from headway.policy.hosted.driver import ReservedKvPool, StepClock
-from headway.policy.hosted.gate import GatedQueueMethods
+from headway.policy.hosted.driver import GatedQueueMethods, ReservedKvPool, StepClock
 from headway.policy.hosted.settings import VllmSettings, read_settings
 from headway.vllm import plugin
 from headway.vllm.latency import EngineFacts, _best_s, latency_model, machine_rates, model_shape

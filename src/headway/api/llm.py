@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
 
-from headway.core.errors import ConfigError, HeadwayError, RequestError
-from headway.core.extras import needs_serve
+from headway.core.errors import ConfigError, HeadwayError, RequestError, needs_serve
 from headway.core.request import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:

@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 from headway import __version__
 from headway.cli.command_parser import CommandParser, hanging
-from headway.core.errors import ConfigError, HeadwayError
-from headway.core.extras import needs_serve
+from headway.core.errors import ConfigError, HeadwayError, needs_serve
 from headway.core.machine import require_linux
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -274,7 +273,7 @@ def script(shell: str) -> str:
 
 def whole_parser() -> argparse.ArgumentParser:
     """Return the parser with every command's flags, which imports the modules of all commands."""
-    from headway.core.extras import SERVE_ONLY
+    from headway.core.errors import SERVE_ONLY
 
     parser = CommandParser(prog="headway")
     parser.add_argument("--version", action="store_true", help="print the version")

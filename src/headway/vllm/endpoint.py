@@ -1,22 +1,64 @@
 """Entry point of group `vllm.endpoint_plugins`: `GET /v1/headway/why/REQUEST_ID` on vLLM's own server.
 
 Off unless `VLLM_PLUGINS` names it (`VLLM_PLUGINS=headway`), as vLLM demands of plug-ins with routes. The path begins
-with `/v1`, which `--api-key` guards.
+with `/v1`, which `--api-key` guards. Headway's own server explains by `LogExplainer` too.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from headway.policy.hosted.settings import read_settings
-from headway.vllm.log_explanation import LogExplainer, error
 
 PATH = "/v1/headway/why/{request_id}"
 _NO_LOG = (
     'there is no decision log: set {"headway": {"log": FILE}} in --additional-config; with data parallelism run '
     "`headway why` on the log of each rank"
 )
+_PATIENCE_S = 60.0
+
+
+class LogExplainer:
+    """Explains requests of a log by `headway why` in a process of its own, one at a time: a replay reads the whole log,
+    and takes the interpreter for seconds, which a server's other requests must not feel."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Semaphore(1)
+
+    async def explain(self, log: Path, request_id: str, under: Sequence[str] = ()) -> tuple[int, dict[str, Any]]:
+        """Return (HTTP status, body): the JSON of `headway why`, or an error in OpenAI's form."""
+        settings = [f"--under={each}" for each in under]
+        words = ["why", f"--log={log}", *settings, "--json=-", "--", request_id]
+        async with self._turn:
+            pipe = asyncio.subprocess.PIPE
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-P", "-m", "headway.cli.main", *words, stdout=pipe, stderr=pipe
+            )
+            try:
+                out, err = await asyncio.wait_for(process.communicate(), _PATIENCE_S)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+                return error(
+                    503, f"the log takes longer than {_PATIENCE_S:.0f} s to replay: run `headway why` beside it"
+                )
+            except asyncio.CancelledError:
+                process.kill()
+                raise
+        if process.returncode:
+            return error(404, err.decode(errors="replace").strip().removeprefix("headway: error: "))
+        return 200, json.loads(out)
+
+
+def error(status: int, message: str) -> tuple[int, dict[str, Any]]:
+    """Return (HTTP status, body) of an error in OpenAI's form."""
+    kind = "NotFoundError" if status == 404 else "ServiceUnavailableError"
+    return status, {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
 class WhyEndpoint:

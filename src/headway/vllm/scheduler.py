@@ -19,8 +19,14 @@ from vllm.v1.request import RequestStatus
 
 from headway.core.logs import event_sink
 from headway.core.request import Request
-from headway.policy.hosted.driver import PolicyDriver, ReservedKvPool, StepClock, StepPlan, fill_graph
-from headway.policy.hosted.gate import GatedQueueMethods
+from headway.policy.hosted.driver import (
+    GatedQueueMethods,
+    PolicyDriver,
+    ReservedKvPool,
+    StepClock,
+    StepPlan,
+    fill_graph,
+)
 from headway.policy.hosted.log import DriverLog, RecordingDriver
 from headway.policy.hosted.report import HostStats, PrefillReport
 from headway.policy.hosted.settings import VllmSettings

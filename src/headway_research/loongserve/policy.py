@@ -24,7 +24,7 @@ from headway.policy.placement.contract import (
     final_tokens,
     members_for,
 )
-from headway.policy.placement.decode_placement import DecodePlacement
+from headway.policy.placement.kv_places import DecodePlacement
 from headway.policy.placement.registry import PolicyContext
 from headway_research.loongserve.batching import LoongServeOptions
 from headway_research.loongserve.pool import ElasticPool

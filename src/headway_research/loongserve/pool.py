@@ -30,7 +30,7 @@ from headway.policy.placement.contract import (
     final_tokens,
     members_for,
 )
-from headway.policy.placement.decode_placement import DecodePlacement, decode_instances
+from headway.policy.placement.kv_places import DecodePlacement, decode_instances
 from headway_research.loongserve.batching import (
     UNLIMITED,
     BatchSum,

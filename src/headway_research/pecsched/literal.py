@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
-from headway.policy.placement.pecsched.long import IndexedNodes, NodeSelection
-from headway.policy.placement.pecsched.policy import PecSched
-from headway.policy.placement.pecsched.short import HeapArgMin, ReplicaIndex
+from headway.policy.placement.pecsched import PecSched
+from headway.policy.placement.pecsched_replicas import HeapArgMin, IndexedNodes, NodeSelection, ReplicaIndex
 
 
 class ScanArgMin(HeapArgMin):
@@ -50,11 +49,6 @@ class ScanNodes(IndexedNodes):
     @override
     def update(self, replica: int, weight: int) -> None:
         self._weight[replica] = weight
-
-    @override
-    def release(self, replicas: Sequence[int], weights: Sequence[int]) -> None:
-        for replica, weight in zip(replicas, weights, strict=True):
-            self._weight[replica] = weight
 
     @override
     def take(self, size: int) -> NodeSelection | None:

@@ -18,7 +18,7 @@ from headway.core.request import Request
 from headway.perf.hardware import model
 from headway.perf.latency.groups import GroupLatency
 from headway.policy.placement.contract import ClusterInstance, ClusterState
-from headway.policy.placement.pecsched.policy import PecSched, PecSchedOptions
+from headway.policy.placement.pecsched import PecSched, PecSchedOptions
 from headway.policy.placement.registry import PolicyContext
 from headway.sim.cluster.build import cluster_of
 from headway.sim.cluster.state import ClusterSpec

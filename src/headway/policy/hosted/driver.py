@@ -1,5 +1,5 @@
 """Driver of an `IterationPolicy` inside vLLM's scheduler: vLLM's requests and blocks in, token quotas for the next step
-out.
+out; and the gate before vLLM's waiting queue.
 
 Nothing here imports vLLM: requests are read through a few attributes of vLLM's, so that a driver can be rebuilt from
 vLLM's state at any time, and the simulator's model of vLLM (`sim.vllm`) runs the same code.
@@ -8,8 +8,8 @@ vLLM's state at any time, and the simulator's model of vLLM (`sim.vllm`) runs th
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -393,3 +393,80 @@ def fill_graph(plan: StepPlan, sizes: Sequence[int], states: Mapping[str, Prefil
         filled[name] += more
         spare -= more
     return replace(plan, quotas=filled)
+
+
+# vLLM's waiting queue behind a gate: `schedule()` sees only the requests that may be taken in this step.
+#
+# vLLM's scan stops at the first request that gets no tokens (or, from 0.33 on, looks up the prefix cache for each that
+# is put aside). Behind the gate neither happens: the scan finds the policy's choice, in its order, and then an empty
+# queue.
+
+
+class GatedQueueMethods:
+    """The methods of vLLM's `RequestQueue` over its own queue of all waiting requests; `scheduler` adds the base class.
+
+    Truth value, peek and pop follow the gate; length, iteration, additions and removals are those of all requests, as
+    metrics and aborts expect. An open gate is vLLM's own queue.
+    """
+
+    def __init__(self, everyone: Any) -> None:
+        # vLLM's own queue, in vLLM's order.
+        self._all = everyone
+        # Requests that the scan may take, in the policy's order; None: the gate is open.
+        self._visible: deque[VllmRequest] | None = None
+
+    def show(self, requests: Iterable[VllmRequest]) -> None:
+        """Close the gate for all but these, which must be in the queue. Called before each `schedule()`."""
+        self._visible = deque(requests)
+
+    def open(self) -> None:
+        """Show everything in vLLM's order: no policy decides."""
+        self._visible = None
+
+    def add_request(self, request: VllmRequest) -> None:
+        """A new request; not visible before the next `show`."""
+        self._all.add_request(request)
+
+    def pop_request(self) -> VllmRequest:
+        """The first visible request leaves the queue."""
+        if self._visible is None:
+            return self._all.pop_request()
+        request = self._visible.popleft()
+        self._all.remove_request(request)
+        return request
+
+    def peek_request(self) -> VllmRequest:
+        """The first visible request stays."""
+        return self._all.peek_request() if self._visible is None else self._visible[0]
+
+    def prepend_request(self, request: VllmRequest) -> None:
+        """A preempted request; not visible before the next `show`."""
+        self._all.prepend_request(request)
+
+    def prepend_requests(self, requests: Iterable[VllmRequest]) -> None:
+        """Requests that `schedule()` has put aside, which end its scan."""
+        self._all.prepend_requests(requests)
+
+    def remove_request(self, request: VllmRequest) -> None:
+        """A request has ended while it waited."""
+        self.remove_requests([request])
+
+    def remove_requests(self, requests: Iterable[VllmRequest]) -> None:
+        """Requests have ended while they waited; those that are not here are ignored."""
+        gone = set(requests)
+        self._all.remove_requests(gone)
+        if self._visible is not None:
+            self._visible = deque(r for r in self._visible if r not in gone)
+
+    def __bool__(self) -> bool:
+        return bool(self._all if self._visible is None else self._visible)
+
+    def __getitem__(self, place: int) -> VllmRequest:
+        """A request by its place among all: a first-come queue of vLLM's can be indexed."""
+        return self._all[place]
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[VllmRequest]:
+        return iter(self._all)

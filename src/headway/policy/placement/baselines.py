@@ -31,8 +31,7 @@ from headway.policy.placement.contract import (
     final_tokens,
     members_for,
 )
-from headway.policy.placement.decode_placement import DecodePlacement
-from headway.policy.placement.prefix_reuse import AffinityOptions, PrefixStart, cheapest_start
+from headway.policy.placement.kv_places import AffinityOptions, DecodePlacement, PrefixStart, cheapest_start
 from headway.policy.placement.registry import PolicyContext, PolicyOptions
 
 

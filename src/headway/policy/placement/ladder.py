@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from headway.core.request import Phase, Span
 from headway.policy.ladder import ladder_order
@@ -47,7 +48,13 @@ from headway.policy.placement.contract import (
     final_tokens,
     members_for,
 )
-from headway.policy.placement.decode_placement import DecodePlacement, decode_instances
+from headway.policy.placement.kv_places import (
+    DecodePlacement,
+    PrefixStart,
+    cheapest_start,
+    decode_instances,
+    longest_prefix,
+)
 from headway.policy.placement.ladder_groups import (
     ALONE,
     LATE_WEIGHT,
@@ -58,7 +65,6 @@ from headway.policy.placement.ladder_groups import (
     GroupSizing,
     Prompt,
 )
-from headway.policy.placement.prefix_reuse import PrefixStart, cheapest_start, longest_prefix
 from headway.policy.placement.registry import PolicyContext, PolicyOptions
 
 _AHEAD_S = 0.1
@@ -87,15 +93,17 @@ class LadderOptions(PolicyOptions):
     """`ladder` has no settings: it predicts what they would say."""
 
 
+@dataclass(slots=True, eq=False)
 class RunningGroup:
     """A prompt that a group computes, or has paused."""
 
-    __slots__ = ("end_s", "group", "left_s", "pausable", "pausing", "prompt")
-
-    def __init__(self, prompt: Prompt, group: tuple[int, ...], end_s: float) -> None:
-        self.prompt, self.group, self.end_s = prompt, group, end_s
-        self.left_s = 0.0  # of a paused one
-        self.pausing, self.pausable = False, True
+    prompt: Prompt
+    group: tuple[int, ...]
+    end_s: float
+    left_s: float = 0.0
+    """Of a paused one."""
+    pausing: bool = False
+    pausable: bool = True
 
 
 class LadderPlacement(PlacementPolicy):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headway.core.request import Request, Strategy
@@ -23,7 +24,7 @@ from headway.perf.latency.eq1 import Eq1Latency
 from headway.perf.latency.groups import GroupShape
 from headway.policy.ladder import STEP
 from headway.policy.placement.contract import CachedPrefix, ClusterSnapshot
-from headway.policy.placement.prefix_reuse import copy_seconds
+from headway.policy.placement.kv_places import copy_seconds
 from headway.policy.placement.registry import PolicyContext
 
 LATE_WEIGHT = 3.0
@@ -53,19 +54,23 @@ class Choice(NamedTuple):
     """Whether the instance's scheduler computes it."""
 
 
+@dataclass(slots=True, eq=False)
 class Prompt:
     """A request that waits for its prefill, or whose group is paused."""
 
-    __slots__ = ("cached", "fastest_s", "prefix", "request", "steps", "target_s", "times", "work_s")
-
-    def __init__(self, request: Request, cached: tuple[int, ...], prefix: CachedPrefix | None) -> None:
-        self.request, self.cached, self.prefix = request, cached, prefix
-        # seconds by (cached tokens, size, nodes)
-        self.times: dict[tuple[int, int, int], float] = {}
-        # least instance-seconds on any group, and least seconds
-        self.work_s = self.fastest_s = 0.0
-        # seconds after arrival at which its first token is due, and steps of the ladder that it has climbed
-        self.target_s, self.steps = 0.0, 0
+    request: Request
+    cached: tuple[int, ...]
+    prefix: CachedPrefix | None
+    times: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    """Seconds by (cached tokens, size, nodes)."""
+    work_s: float = 0.0
+    """Least instance-seconds on any group."""
+    fastest_s: float = 0.0
+    """Least seconds."""
+    target_s: float = 0.0
+    """Seconds after arrival at which its first token is due, at step 0."""
+    steps: int = 0
+    """Of the ladder that it has climbed."""
 
     @property
     def due_s(self) -> float:

@@ -63,7 +63,7 @@ POLICIES: dict[str, tuple[str, str]] = {
         "elastic groups for batches of prompts by dynamic programming, scaled down to decode",
     ),
     "pecsched": (
-        ".pecsched.policy:PecSched:PecSchedOptions",
+        ".pecsched:PecSched:PecSchedOptions",
         "short prefills on idle replicas, together with long decodes, or in place of long prefills",
     ),
 }

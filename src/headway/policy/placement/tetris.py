@@ -39,8 +39,7 @@ from headway.policy.placement.contract import (
     load_rates,
     members_for,
 )
-from headway.policy.placement.decode_placement import DecodePlacement
-from headway.policy.placement.prefix_reuse import AffinityOptions, copy_pays, copy_seconds, longest_prefix
+from headway.policy.placement.kv_places import AffinityOptions, DecodePlacement, copy_pays, copy_seconds, longest_prefix
 from headway.policy.placement.registry import PolicyContext
 
 

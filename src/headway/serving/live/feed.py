@@ -24,7 +24,7 @@ from headway.runtime.cluster.instances import InstanceAdmin
 from headway.runtime.engine.protocol import EngineClient, EngineSamples, IterationSample, SampledEngine, TransferSample
 from headway.serving.errors import ApiError
 from headway.serving.metrics import GenerationRecord
-from headway.vllm.log_explanation import LogExplainer
+from headway.vllm.endpoint import LogExplainer
 
 if TYPE_CHECKING:
     from headway.sim.explanation import RequestExplanation

@@ -18,8 +18,7 @@ from headway.core.errors import RequestError
 from headway.core.request import Request
 from headway.perf.latency.base import BatchLoad, LatencyModel, beside_prompts, decode_load, load_s
 from headway.perf.latency.corrected import CorrectedLatency
-from headway.policy.hosted.driver import PolicyDriver, ReservedKvPool, StepClock, StepPlan
-from headway.policy.hosted.gate import GatedQueueMethods
+from headway.policy.hosted.driver import GatedQueueMethods, PolicyDriver, ReservedKvPool, StepClock, StepPlan
 from headway.policy.hosted.settings import TRUST_PROFILE
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy

@@ -49,24 +49,21 @@ from headway.policy.placement.contract import (
     WakeupDue,
     final_tokens,
 )
-from headway.policy.placement.decode_placement import decode_instances
-from headway.policy.placement.pecsched.long import (
+from headway.policy.placement.kv_places import AffinityOptions, decode_instances
+from headway.policy.placement.pecsched_replicas import (
+    UNITS_A_SECOND,
     AgeingPolicy,
     AgeingQueue,
-    GroupSizing,
-    PreemptionCandidates,
-    SequenceParallelGroup,
-    StrategyChooser,
-)
-from headway.policy.placement.pecsched.short import (
-    UNITS_A_SECOND,
     CachedPrefixes,
     DecodeInstances,
+    GroupSizing,
+    PreemptionCandidates,
     QueueWeights,
     ReplicaIndex,
+    SequenceParallelGroup,
     ShortRequest,
+    StrategyChooser,
 )
-from headway.policy.placement.prefix_reuse import AffinityOptions
 from headway.policy.placement.registry import PolicyContext
 
 
@@ -206,7 +203,8 @@ class PecSched(PlacementPolicy):
             self._long_queue.append(request)
             return self._commit_longs(view)
         name = request.id
-        self._shorts[name] = ShortRequest(request, self._weights.weight(request.prompt_tokens - request.cached_tokens))
+        weight = self._weights.weight(request.prompt_tokens - request.cached_tokens)
+        self._shorts[name] = ShortRequest(request, weight, request.prompt_tokens)
         actions: list[Action] = []
         # in order of arrival: nothing overtakes the requests that wait already
         if self._global_queue or not self._dispatch(name, now, actions):
