@@ -211,9 +211,7 @@ class HeadwaySchedulerMethods:
         adapter.put_back(self, driver.prefills)
         off = [r for r in self.waiting if r.request_id in self._headway_off] if self._headway_off else []
         barred = self._barred(off, now)
-        # A transfer that fails takes tokens back.
-        recount = self.connector is not None
-        planned = driver.plan_step(running, now, room, 1 + self.num_spec_tokens, recount, barred)
+        planned = driver.plan_step(running, now, room, 1 + self.num_spec_tokens, barred)
         if planned is None:
             # Rebuilt in the next step.
             self._headway = None
@@ -257,10 +255,7 @@ class HeadwaySchedulerMethods:
         """Move the policy's cursors to what vLLM has scheduled."""
         driver, plan = self._headway, self._headway_plan
         load = driver.scheduled(plan, output.num_scheduled_tokens)
-        if self._headway_off:
-            # Some of these may have begun.
-            driver.tally.forget()
-            self._headway_off.difference_update(output.num_scheduled_tokens)
+        self._headway_off.difference_update(output.num_scheduled_tokens)
         self._headway_clock.made(id(output), began_s, load, plan.predicted_s)
         self.headway_stats.slo.scheduled(id(output), driver.completed)
 

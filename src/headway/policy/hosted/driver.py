@@ -24,59 +24,6 @@ VllmRequest = Any
 """`vllm.v1.request.Request`, or the simulator's `VllmRequestState`."""
 
 
-class RunningTally:
-    """How many requests decode, and the KV tokens that they read together.
-
-    Counted anew where a change cannot be followed: a decode was preempted, or requests run that the policy does not
-    know. Otherwise each step adds what it computes."""
-
-    def __init__(self, decoding: Mapping[str, VllmRequest]) -> None:
-        """`decoding`: the decodes that the policy knows, by id; owned and kept by the driver."""
-        self._decoding = decoding
-        # Prefills that run, by id.
-        self.begun: set[str] = set()
-        # KV tokens of all decodes; None: count them.
-        self._kv_sum: int | None = None
-
-    def decodes_of(self, running: Sequence[VllmRequest], recount: bool = False) -> tuple[int, int]:
-        """Return (decodes, their KV tokens) among `running`. `recount`: trust nothing that was kept."""
-        known = len(running) == len(self._decoding) + len(self.begun)
-        if known and not recount and self._kv_sum is not None:
-            return len(self._decoding), self._kv_sum
-        cached = [request.num_computed_tokens for request in running if not request.is_prefill_chunk]
-        kv_sum = sum(cached)
-        # With others among them, what they compute could not be told from the decodes' tokens.
-        self._kv_sum = kv_sum if known and len(cached) == len(self._decoding) else None
-        return len(cached), kv_sum
-
-    def computed(self, tokens: int) -> None:
-        """Add the tokens that the decodes compute in a step."""
-        if self._kv_sum is not None:
-            self._kv_sum += tokens
-
-    def decoding_from_now(self, name: str) -> None:
-        """Count a request, already among the decodes, whose prompt is complete with this step."""
-        self.begun.discard(name)
-        if self._kv_sum is not None:
-            self._kv_sum += self._decoding[name].num_computed_tokens
-
-    def ended(self, name: str) -> None:
-        """Take off a request that has ended and is about to leave the decodes, if it is one."""
-        self.begun.discard(name)
-        if self._kv_sum is not None and name in self._decoding:
-            self._kv_sum -= self._decoding[name].num_computed_tokens
-
-    def lost(self, name: str) -> None:
-        """Take off a request whose KV is gone: its own count of cached tokens is 0 already."""
-        self.begun.discard(name)
-        if name in self._decoding:
-            self._kv_sum = None
-
-    def forget(self) -> None:
-        """Count anew in the next step: requests that the policy does not know may have begun."""
-        self._kv_sum = None
-
-
 _MOST = 64
 """Steps whose results never came (an executor that was reset) are forgotten beyond so many."""
 
@@ -208,9 +155,8 @@ class PolicyDriver:
         self.policy = policy
         self.pool = pool
         self.prefills: dict[str, VllmRequest] = {}
-        # Requests that have had their first token, and counts over all that run.
+        # Requests that have had their first token.
         self.decoding: dict[str, VllmRequest] = {}
-        self.tally = RunningTally(self.decoding)
         # Requests whose prompt was completed by the last `advance`.
         self.completed: list[tuple[PrefillState, VllmRequest]] = []
 
@@ -230,15 +176,12 @@ class PolicyDriver:
             self.decoding[facts.id] = request
         else:
             self.prefills[facts.id] = request
-            if running:
-                self.tally.begun.add(facts.id)
 
     def lost(self, request: VllmRequest) -> None:
         """Requeue a request that vLLM has preempted: all its tokens are computed again."""
         name = request.request_id
         if name in self:
             self.pool.drop(name)
-            self.tally.lost(name)
             self.decoding.pop(name, None)
             self.prefills[name] = request
             self.policy.lost(name, request.num_tokens)
@@ -247,7 +190,6 @@ class PolicyDriver:
         """Remove a finished or aborted request. Unknown ones are ignored."""
         if request_id in self:
             self.pool.drop(request_id)
-            self.tally.ended(request_id)
             self.decoding.pop(request_id, None)
             self.prefills.pop(request_id, None)
             self.policy.ended(request_id)
@@ -260,35 +202,22 @@ class PolicyDriver:
         now: float,
         admits_new: bool,
         rows_each: int = 1,
-        recount: bool = False,
         barred: Collection[str] = (),
     ) -> tuple[StepPlan, list[VllmRequest]] | None:
         """Return the quotas of the next step beside the decodes among `running`, each of `rows_each` rows; and
         `running` with decodes first, then prefills by urgency, since vLLM preempts from its end.
 
-        `recount`: cached tokens of running requests may have changed otherwise than by `scheduled`. `barred`: waiting
-        requests that vLLM would not start in this step.
+        `barred`: waiting requests that vLLM would not start in this step.
         None: the policy would wait although nothing runs that could free KV; the caller lets vLLM decide."""
-        decodes, kv_sum = self.tally.decodes_of(running, recount or rows_each > 1)
-        plan = self.plan(decodes, rows_each * decodes, kv_sum, now, admits_new, barred)
+        decodes = [request for request in running if not request.is_prefill_chunk]
+        kv_sum = sum([request.num_computed_tokens for request in decodes])
+        plan = self.plan(len(decodes), rows_each * len(decodes), kv_sum, now, admits_new, barred)
         if not (plan.quotas or running or self.prefills.keys() <= set(barred)):
             return None
-        # Prefills end the list, but for those whose last chunk was in the step before: look at the end only.
-        first, wanted = len(running), len(running) - decodes
-        prefills: list[VllmRequest] = []
-        while len(prefills) < wanted:
-            first -= 1
-            if running[first].is_prefill_chunk:
-                prefills.append(running[first])
-        prefills.reverse()
-        # Mostly they are in order already.
-        if [request.request_id for request in prefills[: len(plan.quotas)]] != [*plan.quotas]:
-            place = {name: i for i, name in enumerate(plan.quotas)}
-            prefills.sort(key=lambda request: place.get(request.request_id, len(place)))
-        end = running[first:]
-        if prefills == end:
-            return plan, running
-        return plan, running[:first] + [request for request in end if not request.is_prefill_chunk] + prefills
+        place = {name: i for i, name in enumerate(plan.quotas)}
+        prefills = [request for request in running if request.is_prefill_chunk]
+        prefills.sort(key=lambda request: place.get(request.request_id, len(place)))
+        return plan, decodes + prefills
 
     def quota(self, plan: StepPlan, request_id: str, running: bool) -> int | None:
         """Return the tokens that a request may take; None: no limit by the policy."""
@@ -319,7 +248,6 @@ class PolicyDriver:
         """Move the policy by the tokens that vLLM has scheduled of each request. Return the actual load of the step."""
         chunks = {name: tokens[name] for name in tokens.keys() & self.prefills.keys()}
         rows = sum(tokens.values()) - sum(chunks.values())
-        self.tally.computed(rows)
         return self.advance(plan, chunks, len(tokens) - len(chunks), rows)
 
     def advance(self, plan: StepPlan, chunks: Mapping[str, int], others: int, rows: int) -> BatchLoad:
@@ -347,7 +275,6 @@ class PolicyDriver:
             # Still a prefill for vLLM: keep one token, so that the policy does not count it as complete.
             self.policy.moved(name, min(request.num_computed_tokens, known - 1))
             self.pool.settle(name)
-            self.tally.begun.add(name)
             return
         self.policy.moved(name, known)
         self.policy.decoding(name)
@@ -355,7 +282,6 @@ class PolicyDriver:
             self.completed.append((state, request))
         self.pool.complete(name)
         self.decoding[name] = request
-        self.tally.decoding_from_now(name)
         del self.prefills[name]
 
     def _real_load(self, plan: StepPlan, chunks: Mapping[str, int], others: int, rows: int) -> BatchLoad:
