@@ -105,5 +105,5 @@ def test_a_document_that_is_dropped_while_it_is_computed_is_not_pinned(core: Eng
     run(core)
     cache = core.scheduler.block_managers[0].cache
     assert cache is not None
-    assert cache.pins.blocks == {}
+    assert cache.pinned == {}
     assert cache.index.in_use == 0

@@ -48,11 +48,11 @@ def test_a_pinned_prefix_keeps_its_blocks_whatever_requests_do(steps: list[tuple
             lease = live.pop(choice % len(live))
             manager.free(lease)
         elif step == "pin":
-            depth = cache.pins.pin(name, keys(text))
+            depth = cache.pin(name, keys(text))
             pinned[name], texts[name] = cache.index.path(cache.index.match(keys(text)[:depth])), text[:depth]
         elif step == "unpin" and pinned:
             gone = sorted(pinned)[choice % len(pinned)]
-            assert cache.pins.unpin(gone)
+            assert cache.unpin(gone)
             del pinned[gone], texts[gone]
         elif step == "hold":
             tip = cache.hold(keys(text))
@@ -65,7 +65,7 @@ def test_a_pinned_prefix_keeps_its_blocks_whatever_requests_do(steps: list[tuple
             assert all(cache.index.users(node) for node in cache.index.nodes() if node.block in path)
             assert cache.index.path(tip) == path
             assert {node.block for node in cache.index.nodes()} >= set(path)
-        assert cache.pins.blocks == {each: len(blocks) for each, blocks in pinned.items()}
+        assert cache.pinned == {each: len(blocks) for each, blocks in pinned.items()}
         for each, blocks in pinned.items():
             assert cache.index.path(cache.index.match(keys(texts[each]))) == blocks
     for lease in live:
@@ -79,4 +79,4 @@ def test_a_pinned_prefix_keeps_its_blocks_whatever_requests_do(steps: list[tuple
 
 
 def test_an_unknown_pin_is_not_there() -> None:
-    assert not PrefixCache(BLOCK).pins.unpin("none")
+    assert not PrefixCache(BLOCK).unpin("none")

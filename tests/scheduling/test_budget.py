@@ -222,7 +222,7 @@ def test_the_budget_follows_a_model_that_has_learned() -> None:
         policy.budget_s(now)
         # The model that learns is one object, whose times change.
         policy.budget.chunks._latency = policy.budget._latency = SLOW
-        policy.budget.observed(changed=True)
+        policy.budget.chunks.clear()
         budgets.append(policy.budget_s(1000.0))
     assert budgets[0] == budgets[1] > LEAST_AIM_S
 

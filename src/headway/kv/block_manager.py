@@ -222,8 +222,8 @@ class BlockManager:
     def clear_cache(self) -> None:
         """Evict all cached blocks that no request uses, pinned ones too: their contents may be lost."""
         if self.cache is not None:
-            for name in self.cache.pins.blocks:
-                self.cache.pins.unpin(name)
+            for name in self.cache.pinned:
+                self.cache.unpin(name)
             self._evict(self.cache.index.evictable)
 
     def check(self) -> None:

@@ -13,38 +13,6 @@ from typing import TypeVar
 from headway.kv.allocator import Run, joined
 from headway.kv.prefix_index import PrefixIndex, PrefixNode
 
-
-class PrefixPins:
-    """Pins on the prefixes of one index."""
-
-    def __init__(self, index: PrefixIndex, changed: Callable[[], None]) -> None:
-        """changed: called when a pin has changed which blocks are in use."""
-        self._index, self._changed = index, changed
-        # Ends of pinned prefixes, oldest pin first.
-        self._tips: dict[str, PrefixNode] = {}
-
-    @property
-    def blocks(self) -> dict[str, int]:
-        """Blocks of each pinned prefix, oldest pin first; blocks that several share count in each."""
-        return {name: tip.depth for name, tip in self._tips.items()}
-
-    def pin(self, name: str, keys: Sequence[Hashable]) -> int:
-        """Keep the cached prefix of a text from eviction until `unpin`. Return how many of its blocks are cached."""
-        tip = self._tips[name] = self._index.match(keys)
-        self._changed()
-        self._index.acquire(tip)
-        return tip.depth
-
-    def unpin(self, name: str) -> bool:
-        """Let a pinned prefix be evicted. False: there is none of this name."""
-        tip = self._tips.pop(name, None)
-        if tip is None:
-            return False
-        self._changed()
-        self._index.release(tip)
-        return True
-
-
 K = TypeVar("K", bound=Hashable)
 
 
@@ -98,7 +66,8 @@ class PrefixCache:
         self._changed: dict[str, None] = {}
         # Counts changes of which blocks are in use, except by extension of a request's own prefix.
         self._epoch = 0
-        self.pins = PrefixPins(self.index, self._use_changed)
+        # Ends of pinned prefixes, oldest pin first.
+        self._pins: dict[str, PrefixNode] = {}
 
     # -- waiting requests ---------------------------------------------------------------------------------------
 
@@ -187,6 +156,25 @@ class PrefixCache:
     def restored(self, request: str) -> bool:
         """Return whether the next block of a waiting request's prompt is being read from elsewhere."""
         return bool(self._restores) and self.computed_by(request) in self._restores
+
+    # -- pins ---------------------------------------------------------------------------------------------------
+
+    @property
+    def pinned(self) -> dict[str, int]:
+        """Blocks of each pinned prefix, oldest pin first; blocks that several share count in each."""
+        return {name: tip.depth for name, tip in self._pins.items()}
+
+    def pin(self, name: str, keys: Sequence[Hashable]) -> int:
+        """Keep the cached prefix of a text from eviction until `unpin`. Return how many of its blocks are cached."""
+        tip = self._pins[name] = self.hold(keys)
+        return tip.depth
+
+    def unpin(self, name: str) -> bool:
+        """Let a pinned prefix be evicted. False: there is none of this name."""
+        tip = self._pins.pop(name, None)
+        if tip is not None:
+            self.end(tip)
+        return tip is not None
 
     # -- requests that hold KV ----------------------------------------------------------------------------------
 
@@ -282,9 +270,6 @@ class PrefixCache:
     def check(self) -> None:
         """Raise InvariantError unless the index agrees with itself."""
         self.index.check()
-
-    def _use_changed(self) -> None:
-        self._epoch += 1
 
     def _start_computing(self, request: str, entry: _PrefixEntry) -> None:
         depth = entry.tip.depth

@@ -322,14 +322,6 @@ class IterationBudget:
         self.chunks = EfficientChunks(latency, config.max_num_batched_tokens)
         self.arrivals = ArrivalGaps()
         self.targets = TbtTargets(config)
-        # Shortest budget, seconds; None: the latency model may have learned since.
-        self._floor_s: float | None = None
-        # By bit length of the context: `_aim_s`, and the same for a newcomer (`EfficientChunks` rounds contexts down).
-        self._aims_s: dict[int, tuple[float, float]] = {}
-
-    def arrived(self, state: PrefillState, idle: bool) -> None:
-        """Note a new request: arrivals decide how long a newcomer may wait. `idle`: no other request is there."""
-        self.arrivals.arrived(state.request.arrival_s, idle)
 
     def begin(self, state: PrefillState, iteration: int, context: int) -> None:
         """Note that a request decodes after `iteration` iterations. Its tokens are due at the aim of this moment."""
@@ -346,29 +338,16 @@ class IterationBudget:
         elif config.t_target_s is not None:
             bound_s = self.targets.least(self._aim_s(context))
         else:
-            aims_s = self._aims_s.get(context.bit_length())
-            if aims_s is None:
-                aims_s = self._aim_s(context), self.chunks.aim_s(context, NEWCOMER_EFFICIENCY)
-                self._aims_s[context.bit_length()] = aims_s
-            bound_s = self.targets.allowed(now, iteration, *aims_s)
+            newcomer_aim_s = self.chunks.aim_s(context, NEWCOMER_EFFICIENCY)
+            bound_s = self.targets.allowed(now, iteration, self._aim_s(context), newcomer_aim_s)
         # Floor: below a few times one token's cost an iteration is overhead only, and one tight target would stop
         # prefills.
-        floor_s = self._floor_s
-        if floor_s is None:
-            floor_s = self._floor_s = 0.0 if config.literal else LEAST_GAIN * self._latency.rows_s(1)
-        return max(bound_s, floor_s)
+        return bound_s if config.literal else max(bound_s, LEAST_GAIN * self._latency.rows_s(1))
 
     def background_s(self, now: float) -> float:
         """Return the longest iteration with tokens of a background request, seconds: no client waits for these, but
         arrivals and decodes wait for the iteration's end."""
         return max(BACKGROUND_WAIT_S, _BACKGROUND_SHARE * self.arrivals.expected_s(now))
-
-    def observed(self, changed: bool) -> None:
-        """Follow a latency model that has learned. `changed`: noticeably."""
-        self._floor_s = None
-        if changed:
-            self.chunks.clear()
-            self._aims_s.clear()
 
     def _aim_s(self, context: int) -> float:
         """Return the target between two tokens, seconds."""

@@ -288,7 +288,7 @@ class IterationPolicy:
         # A request that decodes at once reports its deadline too.
         self._assess(state)
         state.decoding = state.holds_kv and state.remaining == 1
-        self.budget.arrived(state, idle=not self._states)
+        self.budget.arrivals.arrived(state.request.arrival_s, idle=not self._states)
         self._insert(state)
 
     def transfer_in(self, state: PrefillState) -> None:
@@ -365,7 +365,8 @@ class IterationPolicy:
         """Pass the measured seconds of an iteration to the latency model, which may learn from it."""
         self.latency.observe(load, seconds)
         # Cached isolated times and efficient chunks follow the corrected model.
-        self.budget.observed(self.prefill_times.refresh())
+        if self.prefill_times.refresh():
+            self.budget.chunks.clear()
 
     def ended_iteration(self, now: float) -> None:
         """Note that an iteration has ended."""

@@ -175,26 +175,26 @@ class PrefixLookups:
         needed = max((self._blocks(each.submit) for each in live), default=0)
         for each in computed:
             name, blocks = each.submit.id, self._blocks(each.submit)
-            pinned = 0 if self._cache is None else sum(self._cache.pins.blocks.values())
+            pinned = 0 if self._cache is None else sum(self._cache.pinned.values())
             fits = pinned + blocks <= min(_PINNED_SHARE * self._block_manager.n_blocks, self._room_blocks - needed)
             if self._cache is None or each.keys is None:
                 ends.append(_end(name, "this engine keeps no prefixes", now))
             elif not fits:
                 ends.append(_end(name, "its KV is cached but not pinned: there is too little memory", now))
             else:
-                self._cache.pins.pin(name, each.keys.keys)
+                self._cache.pin(name, each.keys.keys)
         return ends
 
     def unpin(self, name: str) -> None:
         """Let go of a pin. Unknown names are ignored."""
         if self._cache is not None:
-            self._cache.pins.unpin(name)
+            self._cache.unpin(name)
 
     def lost(self, now: float) -> None:
         """Note that all KV is lost, before the scheduler does: pins end, and `ended` says so."""
         names = [each.submit.id for each in self._computed]
         if self._cache is not None:
-            names += self._cache.pins.blocks
+            names += self._cache.pinned
         self._computed.clear()
         self._unpinned += [_end(name, "its KV was lost with a worker", now) for name in names]
 
@@ -210,12 +210,12 @@ class PrefixLookups:
         if self._cache is None:
             return
         needed = self._blocks(submit) - cached // self._block_manager.block_tokens
-        pinned = self._cache.pins.blocks
+        pinned = self._cache.pinned
         for name, blocks in pinned.items():
             if needed + sum(pinned.values()) <= self._room_blocks:
                 return
             pinned = {**pinned, name: 0} if blocks else pinned
-            self._cache.pins.unpin(name)
+            self._cache.unpin(name)
             self._unpinned.append(_end(name, "its KV made way for a request that needs the memory", submit.received_s))
 
     def _blocks(self, submit: SubmitRequest) -> int:
