@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headway.core.json_files import read_json
+from headway.core.files import read_json
 from headway.perf.hardware import ParallelLayout
 from headway.runtime import embedded
 from headway.runtime.assembly import single_process as one_process

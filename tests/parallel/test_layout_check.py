@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.helpers.checkpoints import FAMILIES, make_tiny
 
 from headway.core.errors import ConfigError
-from headway.core.json_files import read_json
+from headway.core.files import read_json
 from headway.perf.hardware import ParallelLayout
 from headway.runtime import embedded
 from headway.runtime.assembly import engine as many_processes

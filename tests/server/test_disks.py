@@ -110,7 +110,7 @@ def test_no_history_of_an_event_log_ends_what_it_reports(monkeypatch: pytest.Mon
     for seed in range(HISTORIES):
         dice, disk = random.Random(seed), SimulatedDisk(seed, fail=0.1, short=0.3)
         with tempfile.TemporaryDirectory() as name, monkeypatch.context() as patch:
-            sink = logs.event_sink(f"{name}/log")
+            sink = logs.LogSink(f"{name}/log")
             patch.setattr(logs, "os", disk)
             count = dice.randrange(5, 80)
             for number in range(count):

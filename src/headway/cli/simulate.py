@@ -255,13 +255,13 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
 def _detail(arguments: argparse.Namespace) -> RunDetail | None:
     """Return the detail to keep of the first run, for the output files that show it; None without such a file."""
-    from headway.core.logs import event_sink
+    from headway.core.logs import LogSink
     from headway.sim.build import RunDetail
 
     shown = (arguments.requests, arguments.trace, arguments.report, arguments.gantt, arguments.event_log)
     if all(path is None for path in shown):
         return None
-    log = None if arguments.event_log is None else event_sink(str(arguments.event_log))
+    log = None if arguments.event_log is None else LogSink(str(arguments.event_log))
     return RunDetail(arguments.trace is not None, arguments.gantt is not None, log)
 
 

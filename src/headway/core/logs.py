@@ -84,7 +84,9 @@ class LineWriter:
 
 
 class LogSink:
-    """`EventSink` of a JSON-lines log of a scheduler's input and decisions, for replay."""
+    """`EventSink` of a JSON-lines log of a scheduler's input and decisions, for replay.
+
+    Raises ConfigError as `open_event_log` does."""
 
     def __init__(self, path: str) -> None:
         self.lines = LineWriter(path)
@@ -96,11 +98,6 @@ class LogSink:
         # Batches are frequent: they wait until a rarer event, or one that ends a request.
         if kind not in _FREQUENT or fields.get("ended"):
             self.lines.flush()
-
-
-def event_sink(path: str) -> LogSink:
-    """Open an event log. Raises ConfigError as `open_event_log` does."""
-    return LogSink(path)
 
 
 def numbered_lines(lines: Iterable[bytes | str]) -> Iterator[tuple[int, dict[str, Any]]]:

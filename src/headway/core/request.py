@@ -1,9 +1,6 @@
 """A request as policies see it: its length, class and targets, spans of its tokens with the instances that compute
 them, sampling settings, and the events that a scheduler reports about it. Everything here is immutable; how far a
 request has come is the scheduler's state, and what its tokens are is the engine's.
-
-It is immutable. How far it has come (cursors, leases) lives in the scheduler's own sequence state, and what its tokens
-are lives in the engine: policies see counts only.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from headway.core.errors import ConfigError
-from headway.core.json_files import JsonFields, read_json
+from headway.core.files import JsonFields, read_json
 
 # Links between accelerators: bandwidth of one direction, and latency until the first byte arrives.
 #

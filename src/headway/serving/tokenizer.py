@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.core.errors import CheckpointError, RequestError
-from headway.core.files import read_input
-from headway.core.json_files import JsonFields, read_json
+from headway.core.files import JsonFields, read_input, read_json
 from headway.serving.text import (
     ByteLevelDetokenizer,
     ChatTemplate,

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 from vllm.v1.request import RequestStatus
 
-from headway.core.logs import event_sink
+from headway.core.logs import LogSink
 from headway.core.request import Request
 from headway.policy.hosted.driver import (
     GatedQueueMethods,
@@ -366,7 +366,7 @@ class HeadwaySchedulerMethods:
         rank = f".{parallel.data_parallel_rank}" if parallel.data_parallel_size > 1 else ""
         asynchronous = vllm_config.scheduler_config.async_scheduling
         host = {"engine": "vllm", "version": adapter.version(), "asynchronous": asynchronous}
-        return DriverLog(event_sink(f"{path}{rank}"), lambda: self.headway_clock(), host)
+        return DriverLog(LogSink(f"{path}{rank}"), lambda: self.headway_clock(), host)
 
     def _cached_tokens(self: Any, request: Any) -> int:
         """Return how many tokens of a prompt need no work: the hit, less a window that some models compute again."""

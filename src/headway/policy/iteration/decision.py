@@ -306,11 +306,11 @@ class IterationPolicy:
         if self.medha is not None and state.medha_size == LONG:
             before, self.medha.active = self.medha.active, state
             if before is not None and before is not state and before.slot >= 0:
-                self._update(before)
+                self._queue_by_work(before)
         if state.remaining == 0:
             self.queue.remove(state)
         else:
-            self._update(state)
+            self._queue_by_work(state)
 
     def decoding(self, request_id: str) -> None:
         """Count a request that has its first output token: iterations keep to its TBT target from now on."""
@@ -334,7 +334,7 @@ class IterationPolicy:
             state.total_s = max(state.total_s, self._work_s(state))
             if self.medha is not None:
                 state.medha_size = self.medha.size(state, 0)
-        self._enqueue(state)
+        self._queue_by_work(state)
 
     def withdraw(self, request_id: str) -> None:
         """Give a request no more tokens: it was aborted in flight. It keeps its KV until `ended`."""
@@ -391,7 +391,7 @@ class IterationPolicy:
         self._assess(newcomer)
         for state in self.queue:
             # Where the latency model has learned, its work and its place have changed.
-            self._update(state)
+            self._queue_by_work(state)
         speed = prefill_speed(self.latency, decodes, self.budget_s(now))
         return now - request.arrival_s + (self.queue.work_before_s(newcomer, now, speed) + newcomer.work_s) / speed
 
@@ -461,20 +461,12 @@ class IterationPolicy:
         if state.decoding:
             self.budget.begin(state, self._iterations, self._context)
         else:
-            self._enqueue(state)
+            self._queue_by_work(state)
 
-    def _enqueue(self, state: PrefillState) -> None:
-        """Put a request into the queue, at the place that its work left gives it."""
+    def _queue_by_work(self, state: PrefillState) -> None:
+        """Put a request into the queue, or keep it there, at the place that its work left gives it."""
         state.work_s = self._work_s(state)
-        self.queue.add(state)
-
-    def _update(self, state: PrefillState) -> None:
-        """Follow the work left of a request in the queue; one that is not goes there."""
-        if state.slot < 0:
-            self._enqueue(state)
-            return
-        state.work_s = self._work_s(state)
-        self.queue.update(state)
+        self.queue.put(state)
 
     def _set_cached(self, state: PrefillState, cached: int) -> None:
         """Let the work and, before its first output, deadline of a waiting request follow its uncached tokens."""
@@ -487,4 +479,4 @@ class IterationPolicy:
             self._assess(state)
         elif self.medha is not None:
             state.medha_size = self.medha.size(state, cached)
-        self._enqueue(state)
+        self._queue_by_work(state)

@@ -66,7 +66,14 @@ class WaitingQueue(ABC):
         `speed`: returns the prefill seconds done in a second. `scarce`: requests have waited long for KV. The list must
         not be changed."""
 
-    def add(self, member: PrefillState) -> None:
+    def put(self, member: PrefillState) -> None:
+        """Add a member, or follow one whose work or deadline has changed."""
+        if member.slot < 0:
+            self._add(member)
+        self._set(member)
+
+    def _add(self, member: PrefillState) -> None:
+        """Give a new member a slot."""
         slot = len(self._members)
         if slot == self._priority.size:
             # Double the capacity: amortised O(1).
@@ -77,11 +84,6 @@ class WaitingQueue(ABC):
         member.slot = slot
         self._arrival_order[slot], self._priority[slot] = member.order, member.request.priority
         self._count(member, 1)
-        self._set(member)
-
-    def update(self, member: PrefillState) -> None:
-        """Follow a member whose work or deadline has changed."""
-        self._set(member)
 
     def remove(self, member: PrefillState) -> None:
         """Remove a member; the last one moves into its slot, which keeps the arrays dense."""
@@ -110,7 +112,7 @@ class WaitingQueue(ABC):
 
     def work_before_s(self, newcomer: PrefillState, now: float, speed: float) -> float:
         """Return the isolated seconds of work that goes before a newcomer, if nothing came after it."""
-        self.add(newcomer)
+        self.put(newcomer)
         try:
             order = [state for state in self.ordered(now, lambda: speed) if state is not None]
         finally:
@@ -211,8 +213,8 @@ class LadderQueue(WaitingQueue):
         return self._order
 
     @override
-    def add(self, member: PrefillState) -> None:
-        super().add(member)
+    def _add(self, member: PrefillState) -> None:
+        super()._add(member)
         self._until_s = float("-inf")
 
     @override

@@ -136,11 +136,14 @@ class ClusterLinks(msgspec.Struct, frozen=True, kw_only=True):
         return self.inside if one.node == other.node else self.across
 
 
+_MEMORY_S = 600.0
+"""How long arrivals are remembered, seconds: the longest window of `ClusterSnapshot.arrival_rate_rps`."""
+
+
 class ClusterState:
     """Instances by id (0, 1, …), with a version that rises with every change, and the times of recent arrivals."""
 
-    def __init__(self, instances: Iterable[ClusterInstance], links: ClusterLinks, memory_s: float = 600.0) -> None:
-        """`memory_s`: how long arrivals are remembered: the longest window of `ClusterSnapshot.arrival_rate_rps`."""
+    def __init__(self, instances: Iterable[ClusterInstance], links: ClusterLinks) -> None:
         self.instances: list[ClusterInstance] = list(instances)
         for index, instance in enumerate(self.instances):
             if instance.id != index:
@@ -156,7 +159,6 @@ class ClusterState:
         self.by_node = {node: tuple(ids) for node, ids in sorted(nodes.items())}
         self.by_role = {role: tuple(ids) for role, ids in roles.items()}
         self.arrivals: list[float] = []
-        self._memory_s = memory_s
 
     def put(self, instance: ClusterInstance) -> None:
         """Replace an instance's entry. The version rises only if it differs."""
@@ -191,8 +193,8 @@ class ClusterState:
         arrivals = self.arrivals
         arrivals.append(at_s)
         # trimmed only when half of it is too old: amortised constant time for each arrival
-        if len(arrivals) > 1024 and arrivals[len(arrivals) // 2] < at_s - self._memory_s:
-            del arrivals[: bisect_left(arrivals, at_s - self._memory_s)]
+        if len(arrivals) > 1024 and arrivals[len(arrivals) // 2] < at_s - _MEMORY_S:
+            del arrivals[: bisect_left(arrivals, at_s - _MEMORY_S)]
 
     def _changed(self, instance: int) -> None:
         self.version += 1
@@ -248,10 +250,6 @@ class ClusterSnapshot:
         since = max(self.now_s - window_s, arrivals[0])
         count = bisect_right(arrivals, self.now_s) - bisect_left(arrivals, since)
         return count / max(self.now_s - since, 1.0)
-
-    def snapshot(self) -> tuple[ClusterInstance, ...]:
-        """Return an immutable copy of the instances that may be kept."""
-        return tuple(self._state.instances)
 
 
 # Tetris's improvement rate by load: a table of (requests a second, rate), looked up every so often (§5.1, §7.1).

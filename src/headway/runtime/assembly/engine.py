@@ -18,9 +18,8 @@ import msgspec
 
 from headway.core.batch import ClockProtocol, Executor
 from headway.core.errors import CheckpointError, ConfigError
-from headway.core.files import read_input
-from headway.core.json_files import read_json
-from headway.core.logs import EventSink, event_sink
+from headway.core.files import read_input, read_json
+from headway.core.logs import EventSink, LogSink
 from headway.core.machine import CORES
 from headway.kv.block_manager import BlockManager
 from headway.kv.prefix_cache import PrefixCache
@@ -135,7 +134,7 @@ def assemble(
     fields["kv_parallel"] = layout.kvp
     schedule = SchedulerConfig.named(config.mode, **fields)
     # Opened before the model is loaded, so that an error comes at once.
-    log = None if config.event_log is None else event_sink(config.event_log)
+    log = None if config.event_log is None else LogSink(config.event_log)
     built = build(config, wanted, loaded)
     try:
         return _engine(config, clock, schedule, built, log)

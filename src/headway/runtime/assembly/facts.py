@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import CheckpointError
-from headway.core.json_files import JsonFields, read_json
+from headway.core.files import JsonFields, read_json
 from headway.perf.device import available_bytes, gib
 from headway.perf.utilisation import UtilisationBase
 from headway.runtime import embedded

@@ -27,7 +27,7 @@ import zmq
 from torch._C._distributed_c10d import Store
 
 from headway.core.errors import ConfigError, HeadwayError
-from headway.core.json_files import read_json
+from headway.core.files import read_json
 from headway.core.logs import setup
 from headway.runtime.attention.backend import make_backend
 from headway.runtime.engine.liveness import PER_TIMEOUT, HeartbeatSender

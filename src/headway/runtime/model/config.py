@@ -12,8 +12,7 @@ from reprlib import repr as shortened
 from typing import Any
 
 from headway.core.errors import CheckpointError, ConfigError
-from headway.core.files import open_input, read_input
-from headway.core.json_files import MOST_COUNTED, JsonFields
+from headway.core.files import MOST_COUNTED, JsonFields, open_input, read_input
 from headway.perf.hardware import ModelShape
 
 # Configuration of the position encoding, read from either spelling of a Hugging Face config.json. No torch.

@@ -19,8 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headway.core.errors import CheckpointError
-from headway.core.files import open_input
-from headway.core.json_files import read_json
+from headway.core.files import open_input, read_json
 from headway.runtime.attention.backend import AttentionBackend
 from headway.runtime.model.config import WHOLE, DecoderConfig, ModelShard, read_config
 from headway.runtime.model.decoder import DecoderModel, DecoderWeights, LayerWeights, PackedLinear, TensorGroup

@@ -18,7 +18,7 @@ from zlib import crc32
 import numpy as np
 
 from headway.core.errors import CheckpointError
-from headway.core.json_files import JsonFields, read_json
+from headway.core.files import JsonFields, read_json
 from headway.core.machine import CORES
 from headway.perf.device import processor_name
 from headway.sim.workload import TraceRequest
