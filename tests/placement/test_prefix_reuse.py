@@ -29,7 +29,7 @@ from headway.policy.placement.contract import (
     EnqueueRequest,
     RequestArrived,
 )
-from headway.policy.placement.kv_places import cheapest_start, copy_pays, copy_seconds, longest_prefix
+from headway.policy.placement.kv_places import cheapest_start, copy_seconds, longest_prefix
 from headway.policy.placement.registry import PolicyContext, make_placement
 from headway.sim.cluster.build import cluster_of, placement_of
 from headway.sim.cluster.simulation import simulate_cluster
@@ -78,8 +78,6 @@ def test_a_copy_is_charged_with_what_the_group_lacks_over_the_slowest_link() -> 
 
 
 def test_the_faster_of_copy_and_recomputation_is_chosen() -> None:
-    assert copy_pays(1.0, 2.0)
-    assert not copy_pays(2.0, 2.0)
     assert longest_prefix((0, 64, 64)) == CachedPrefix(1, 64)
     assert longest_prefix(()) is None
     request, view = asked(20_000), ClusterSnapshot(state_of(), 0.0)

@@ -63,12 +63,6 @@ class PrefixStart(NamedTuple):
         return self.prefix.tokens if self.prefix is not None else 0
 
 
-def copy_pays(copy_s: float, recompute_s: float) -> bool:
-    """Return whether to copy cached KV that takes `copy_s` to move, and `recompute_s` to compute again where it is
-    needed."""
-    return copy_s < recompute_s
-
-
 def copy_seconds(
     tokens: int, source: int, group: Sequence[int], view: ClusterSnapshot, context: PolicyContext
 ) -> float:
@@ -109,7 +103,7 @@ def cheapest_start(
     if longest is not None and longest.tokens > own:
         copy_s = copy_seconds(longest.tokens - own, longest.instance, (instance,), view, context)
         longest_s = rest_s(longest.tokens)
-        if copy_pays(copy_s, own_s - longest_s):
+        if copy_s < own_s - longest_s:
             return PrefixStart(CachedPrefix(longest.instance, longest.tokens, copy_s), copy_s + longest_s)
     return PrefixStart(CachedPrefix(instance, own) if own else None, own_s)
 

@@ -284,7 +284,7 @@ class LadderPlacement(PlacementPolicy):
             return []
         self._running[name] = self._paused.pop(name)
         paused.end_s = start_s + paused.left_s
-        moment.take_group(paused.group, max(paused.end_s, moment.now + _LEAST_WAKE_S), 0)
+        moment.take(paused.group, max(paused.end_s, moment.now + _LEAST_WAKE_S), 0)
         self._ordered_s = -1.0
         return [ResumeRequest(name)]
 
@@ -402,7 +402,7 @@ class LadderPlacement(PlacementPolicy):
     ) -> list[Action]:
         """Give a prompt to an instance's scheduler."""
         request, (i,) = prompt.request, best.group
-        moment.take(i, best.end_s, request.prompt_tokens)
+        moment.take(best.group, best.end_s, request.prompt_tokens)
         self._leave_queue(request.id)
         self._placed[request.id] = prompt, i
         self._on.setdefault(i, {})[request.id] = best.end_s - best.start_s
@@ -417,7 +417,7 @@ class LadderPlacement(PlacementPolicy):
     ) -> list[Action]:
         """Give a prompt a group of its own."""
         request, group = prompt.request, view.ordered(best.group)
-        moment.take_group(group, best.end_s, request.prompt_tokens)
+        moment.take(group, best.end_s, request.prompt_tokens)
         self._leave_queue(request.id)
         self._running[request.id] = RunningGroup(prompt, group, best.end_s)
         if prompt.fastest_s > _DECODE_AHEAD_S:
@@ -492,24 +492,17 @@ class _Moment:
         """Return when all of a group have nothing to do before it."""
         return max(max(self.now + self.ahead_s.get(i, 0.0), self.kept_until_s.get(i, 0.0)) for i in group)
 
-    def free_s(self) -> dict[int, float]:
-        """Return when each instance may join a group, whose work begins once its schedulers are empty."""
-        return {
-            i: max(self.now + ahead_s, self.kept_until_s.get(i, 0.0))
-            for i, ahead_s in self.ahead_s.items()
-            if self.decodes or not self.view.instances[i].running
-        }
-
-    def kept_free_s(self) -> dict[int, float]:
-        """Return the instances that are free until another group begins."""
-        return {i: self.now for i in self.kept_s if self.ahead_s[i] <= 0.0}
-
     def free(self) -> list[FreeInstances]:
-        """Return what groups may be made of: instances in order of when they are free, and those that are kept."""
+        """Return what groups may be made of: instances in order of when they are free, whose schedulers are empty then;
+        and those that are kept for a group which begins later."""
         if not self._free:
-            kept = self.kept_free_s()
-            self._free = [FreeInstances(self.view, self.free_s())]
-            self._free += [FreeInstances(self.view, kept)] if kept else []
+            free_s = {
+                i: max(self.now + ahead_s, self.kept_until_s.get(i, 0.0))
+                for i, ahead_s in self.ahead_s.items()
+                if self.decodes or not self.view.instances[i].running
+            }
+            kept = {i: self.now for i in self.kept_s if self.ahead_s[i] <= 0.0}
+            self._free = [FreeInstances(self.view, each) for each in ([free_s, kept] if kept else [free_s])]
         return self._free
 
     def least_size(self, tokens: int) -> int:
@@ -554,14 +547,10 @@ class _Moment:
             self.kept_s[i] = min(start_s, self.kept_s.get(i, math.inf))
             self.kept_until_s[i] = max(end_s, self.kept_until_s.get(i, 0.0))
 
-    def take(self, instance: int, end_s: float, tokens: int) -> None:
-        self._free = []
-        if instance in self.ahead_s:
-            self.ahead_s[instance] = end_s - self.now
-        self._taken[instance] = self._taken.get(instance, 0) + tokens
-
-    def take_group(self, group: Sequence[int], end_s: float, tokens: int) -> None:
+    def take(self, group: Sequence[int], end_s: float, tokens: int) -> None:
+        """Let a prompt of so many tokens begin on these instances."""
         self._free = []
         for i in group:
-            self.ahead_s[i] = end_s - self.now
+            if i in self.ahead_s:
+                self.ahead_s[i] = end_s - self.now
             self._taken[i] = self._taken.get(i, 0) + tokens // len(group)

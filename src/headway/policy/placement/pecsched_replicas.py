@@ -24,7 +24,7 @@ import numpy as np
 from headway.core.request import Request, Strategy
 from headway.perf.latency.groups import LOCAL, GroupLatency, GroupShape
 from headway.policy.placement.contract import CachedPrefix, ClusterSnapshot, RequestArrived, final_tokens, members_for
-from headway.policy.placement.kv_places import PrefixStart, cheapest_start, copy_pays, copy_seconds, longest_prefix
+from headway.policy.placement.kv_places import PrefixStart, cheapest_start, copy_seconds, longest_prefix
 from headway.policy.placement.registry import PolicyContext
 
 GroupState = Literal["drain", "prefill", "pausing", "paused", "closing", "decode", "ended"]
@@ -664,7 +664,7 @@ class CachedPrefixes:
             return whole, None
         copy_s = copy_seconds(longest.tokens, longest.instance, group, self.view, self._context)
         rest = chooser.choose(request.prompt_tokens, len(group), nodes, longest.tokens)
-        if not copy_pays(copy_s, whole.prefill_s - rest.prefill_s):
+        if copy_s >= whole.prefill_s - rest.prefill_s:
             return whole, None
         # Without copies it is spread over the group as the span begins, as any earlier span's KV.
         return rest, CachedPrefix(longest.instance, longest.tokens, copy_s if copies else 0.0)

@@ -39,7 +39,7 @@ from headway.policy.placement.contract import (
     load_rates,
     members_for,
 )
-from headway.policy.placement.kv_places import AffinityOptions, DecodePlacement, copy_pays, copy_seconds, longest_prefix
+from headway.policy.placement.kv_places import AffinityOptions, DecodePlacement, copy_seconds, longest_prefix
 from headway.policy.placement.registry import PolicyContext
 
 
@@ -144,7 +144,7 @@ class TetrisPlacement(LoadAwareRates, PlacementPolicy):
         reusing = self.plan(behind, view, copies_s)
         if not copies:
             reusing = self._at_source(behind, reusing, self._ids.index(source), view)
-        if not copy_pays(reusing.ttft_s, plan.ttft_s):
+        if reusing.ttft_s >= plan.ttft_s:
             return PrefixPlan(request, plan, None)
         group = [self._ids[i] for i in reusing.chunks[0].group]
         copy_s = copy_seconds(tokens, source, group, view, self._context) if copies else 0.0
