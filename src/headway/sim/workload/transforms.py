@@ -22,22 +22,12 @@ Requests = list[TraceRequest]
 def rebase(requests: Iterable[TraceRequest]) -> Requests:
     """Sort by arrival (stable) and shift so that the first request arrives at 0."""
     ordered = sorted(requests, key=lambda request: request.arrival_s)
-    return shift(ordered, -ordered[0].arrival_s) if ordered else []
-
-
-def shift(requests: Iterable[TraceRequest], seconds: float) -> Requests:
-    """Delay all requests by `seconds`."""
-    return [replace(request, arrival_s=request.arrival_s + seconds) for request in requests]
+    return [replace(request, arrival_s=request.arrival_s - ordered[0].arrival_s) for request in ordered]
 
 
 def slice_time(requests: Iterable[TraceRequest], start_s: float, stop_s: float) -> Requests:
     """Return the requests that arrive in [start, stop), rebased."""
     return rebase(request for request in requests if start_s <= request.arrival_s < stop_s)
-
-
-def slice_count(requests: Sequence[TraceRequest], start: int, stop: int | None) -> Requests:
-    """Return the requests with indices in [start, stop), rebased."""
-    return rebase(requests[start:stop])
 
 
 _TIME_ENDS = ("s", "n", "h")
@@ -52,14 +42,9 @@ def slice_by(requests: Sequence[TraceRequest], text: str) -> Requests:
         # either side in seconds, minutes or hours makes it a slice by time
         if left[-1:] in _TIME_ENDS or right[-1:] in _TIME_ENDS:
             return slice_time(requests, duration(left or 0), duration(right) if right else float("inf"))
-        return slice_count(requests, tokens(left or 0), tokens(right) if right else None)
+        return rebase(requests[tokens(left or 0) : tokens(right) if right else None])
     except (ConfigError, ValueError):
         raise ConfigError(f"cannot slice by {text!r}; write 100:400 (requests) or 60s:120s (seconds)") from None
-
-
-def rescale_time(requests: Iterable[TraceRequest], factor: float) -> Requests:
-    """Multiply arrival times by `factor`: 2 halves the rate and keeps the shape of bursts."""
-    return [replace(request, arrival_s=request.arrival_s * factor) for request in requests]
 
 
 def rescale_to_rate(requests: Sequence[TraceRequest], rate_rps: float) -> Requests:
@@ -72,7 +57,8 @@ def rescale_to_rate(requests: Sequence[TraceRequest], rate_rps: float) -> Reques
             f"all {len(ordered)} requests arrive at the same time, which cannot be stretched to {rate_rps:g} a second: "
             "draw arrivals at that rate (poisson, gamma, constant), or leave the rate out"
         )
-    return rescale_time(ordered, (len(ordered) - 1) / ordered[-1].arrival_s / rate_rps)
+    factor = (len(ordered) - 1) / ordered[-1].arrival_s / rate_rps
+    return [replace(request, arrival_s=request.arrival_s * factor) for request in ordered]
 
 
 def clip_lengths(
