@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,43 +10,13 @@ import pytest
 
 pytest.importorskip("vllm.config", reason="vLLM is not in this environment: make test-vllm")
 
-from tests.vllm.contract.virtual_engine import VirtualEngine, model_config
+from tests.vllm.contract.virtual_engine import VirtualEngine, storm
 
 from headway.policy.iteration.fill import even_rows
 from headway.sim.replay import read_log, replay
 from headway.vllm import adapter
 
-Make = Callable[..., VirtualEngine]
 pytestmark = pytest.mark.long
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return model_config(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def make(model: Any) -> Make:
-    return lambda **settings: VirtualEngine(model, **settings)
-
-
-def storm(engine: VirtualEngine, seed: int, adapters: int = 0, requests: int = 200) -> None:
-    """Random additions and aborts; then nothing may be left."""
-    chance = random.Random(seed)
-    alive: list[str] = []
-    for i in range(requests):
-        if alive and chance.random() < 0.3:
-            engine.abort(alive.pop(chance.randrange(len(alive))))
-        name, prompt = f"r{i}", chance.choice([1, 40, 200, 3_000, 9_000])
-        engine.add(name, prompt, chance.randrange(1, 30), adapter=chance.randrange(adapters + 1))
-        alive.append(name)
-        for _ in range(chance.randrange(4)):
-            engine.step()
-    engine.run()
-    assert not engine.scheduler.requests
-    assert engine.used_blocks == 0
-    assert engine.scheduler.headway_errors == 0
-    assert engine.scheduler._headway.pool.pledged_blocks == 0
 
 
 # -- sliding windows ----------------------------------------------------------------------------------------------
@@ -57,9 +25,9 @@ def storm(engine: VirtualEngine, seed: int, adapters: int = 0, requests: int = 2
 @pytest.mark.parametrize("windows", [(512,), (0, 512)])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_models_with_sliding_windows_compute_as_many_tokens_as_stock(
-    make: Make, windows: tuple[int, ...], asynchronous: bool
+    windows: tuple[int, ...], asynchronous: bool
 ) -> None:
-    engines = [make(stock=stock, windows=windows, asynchronous=asynchronous) for stock in (True, False)]
+    engines = [VirtualEngine(stock=stock, windows=windows, asynchronous=asynchronous) for stock in (True, False)]
     for engine in engines:
         engine.add("long", 12_000, 8)
         for i in range(6):
@@ -72,9 +40,9 @@ def test_models_with_sliding_windows_compute_as_many_tokens_as_stock(
     assert plugged.scheduler.headway_errors == 0
 
 
-def test_a_sliding_window_lets_prompts_in_that_are_longer_than_the_pool(make: Make) -> None:
+def test_a_sliding_window_lets_prompts_in_that_are_longer_than_the_pool() -> None:
     # 500 blocks hold 8,000 tokens; a window of 512 and a step of 1,024 need 97 of them.
-    engine = make(windows=(512,), blocks=500, batched_tokens=1024, settings={"t_target_ms": 30})
+    engine = VirtualEngine(windows=(512,), blocks=500, batched_tokens=1024, settings={"t_target_ms": 30})
     for i in range(3):
         engine.add(f"long{i}", 20_000, 40)
     for i in range(10):
@@ -89,16 +57,16 @@ def test_a_sliding_window_lets_prompts_in_that_are_longer_than_the_pool(make: Ma
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_random_requests_over_sliding_windows_leave_no_block(make: Make, asynchronous: bool) -> None:
-    storm(make(windows=(0, 512), blocks=900, asynchronous=asynchronous, settings={"t_target_ms": 25}), seed=5)
+def test_random_requests_over_sliding_windows_leave_no_block(asynchronous: bool) -> None:
+    storm(VirtualEngine(windows=(0, 512), blocks=900, asynchronous=asynchronous, settings={"t_target_ms": 25}), seed=5)
 
 
 # -- speculative decoding -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_speculative_decoding_goes_on_beside_chunked_prompts(make: Make, asynchronous: bool) -> None:
-    engine = make(drafts=3, asynchronous=asynchronous, settings={"t_target_ms": 40})
+def test_speculative_decoding_goes_on_beside_chunked_prompts(asynchronous: bool) -> None:
+    engine = VirtualEngine(drafts=3, asynchronous=asynchronous, settings={"t_target_ms": 40})
     for i in range(4):
         engine.add(f"chat{i}", 100, 1_000)
     engine.until(engine.now + 0.1)
@@ -116,8 +84,8 @@ def test_speculative_decoding_goes_on_beside_chunked_prompts(make: Make, asynchr
     assert engine.scheduler.headway_errors == 0
 
 
-def test_speculative_rows_count_in_the_time_of_a_step(make: Make) -> None:
-    engine = make(drafts=3, settings={"t_target_ms": 40})
+def test_speculative_rows_count_in_the_time_of_a_step() -> None:
+    engine = VirtualEngine(drafts=3, settings={"t_target_ms": 40})
     for i in range(32):
         engine.add(f"chat{i}", 20, 400)
     engine.until(engine.now + 1.0)
@@ -127,8 +95,8 @@ def test_speculative_rows_count_in_the_time_of_a_step(make: Make) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_random_requests_with_speculative_decoding_leave_no_block(make: Make, asynchronous: bool) -> None:
-    storm(make(drafts=4, blocks=700, asynchronous=asynchronous, settings={"t_target_ms": 25}), seed=6)
+def test_random_requests_with_speculative_decoding_leave_no_block(asynchronous: bool) -> None:
+    storm(VirtualEngine(drafts=4, blocks=700, asynchronous=asynchronous, settings={"t_target_ms": 25}), seed=6)
 
 
 # -- CUDA graphs --------------------------------------------------------------------------------------------------
@@ -144,13 +112,13 @@ def sizes_beside_a_decode(engine: VirtualEngine) -> list[int]:
     return [sum(step.values()) for step in engine.log if "long" in step][:-1]
 
 
-def test_the_padding_of_a_cuda_graph_is_used_for_the_prompt(make: Make, tmp_path: Path) -> None:
+def test_the_padding_of_a_cuda_graph_is_used_for_the_prompt(tmp_path: Path) -> None:
     # Multiples of 12: sizes that chunks do not have by themselves.
     sizes = [1, 2, 4, *range(12, 513, 12)]
     steps: dict[bool, int] = {}
     for plugged_graphs in (False, True):
         settings = {"t_target_ms": 30, "log": str(tmp_path / f"log{plugged_graphs}")}
-        engine = make(graphs=sizes, settings=settings)
+        engine = VirtualEngine(graphs=sizes, settings=settings)
         if not plugged_graphs:
             engine.scheduler._headway_graphs = []
         chunks = sizes_beside_a_decode(engine)
@@ -162,8 +130,8 @@ def test_the_padding_of_a_cuda_graph_is_used_for_the_prompt(make: Make, tmp_path
     assert steps[True] <= steps[False]
 
 
-def test_on_a_cpu_the_sizes_of_steps_recur(make: Make) -> None:
-    engine = make(settings={"t_target_ms": 30})
+def test_on_a_cpu_the_sizes_of_steps_recur() -> None:
+    engine = VirtualEngine(settings={"t_target_ms": 30})
     rows = sizes_beside_a_decode(engine)
     assert len(rows) > 10
     assert all(each == even_rows(each) for each in rows)
@@ -187,8 +155,8 @@ def test_graphs_are_those_of_steps_with_prefills() -> None:
 # -- LoRA ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_whose_adapter_has_no_slot_holds_nothing(make: Make) -> None:
-    engine = make(max_loras=1, settings={"t_target_ms": 30})
+def test_a_request_whose_adapter_has_no_slot_holds_nothing() -> None:
+    engine = VirtualEngine(max_loras=1, settings={"t_target_ms": 30})
     engine.add("first", 400, 200, adapter=1)
     engine.until(engine.now + 0.2)
     engine.add("blocked", 3_000, 4, adapter=2)
@@ -205,10 +173,10 @@ def test_a_request_whose_adapter_has_no_slot_holds_nothing(make: Make) -> None:
     assert engine.scheduler.headway_errors == 0
 
 
-def test_a_long_prompt_yields_no_time_to_blocked_adapters(make: Make) -> None:
+def test_a_long_prompt_yields_no_time_to_blocked_adapters() -> None:
     ttft = []
     for blocked in (0, 3):
-        engine = make(max_loras=1, settings={"t_target_ms": 40})
+        engine = VirtualEngine(max_loras=1, settings={"t_target_ms": 40})
         engine.add("first", 100, 600, adapter=1)
         engine.until(engine.now + 0.1)
         engine.add("long", 20_000, 1)
@@ -219,9 +187,9 @@ def test_a_long_prompt_yields_no_time_to_blocked_adapters(make: Make) -> None:
     assert ttft[1] < 1.01 * ttft[0]
 
 
-def test_an_adapter_keeps_its_slot_while_its_half_done_prompt_waits(make: Make) -> None:
+def test_an_adapter_keeps_its_slot_while_its_half_done_prompt_waits() -> None:
     # vLLM counts the adapters of a step. One that a withheld prompt uses must not be given away: both would run next.
-    engine = make(max_loras=1, settings={"t_target_ms": 10})
+    engine = VirtualEngine(max_loras=1, settings={"t_target_ms": 10})
     engine.add("long", 20_000, 4, adapter=1)
     for _ in range(8):
         engine.step()
@@ -238,14 +206,12 @@ def test_an_adapter_keeps_its_slot_while_its_half_done_prompt_waits(make: Make) 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("max_loras", [1, 2])
-def test_random_requests_of_many_adapters_all_end(make: Make, max_loras: int, asynchronous: bool) -> None:
-    engine = make(max_loras=max_loras, blocks=700, asynchronous=asynchronous, settings={"t_target_ms": 20})
+def test_random_requests_of_many_adapters_all_end(max_loras: int, asynchronous: bool) -> None:
+    engine = VirtualEngine(max_loras=max_loras, blocks=700, asynchronous=asynchronous, settings={"t_target_ms": 20})
     storm(engine, seed=7, adapters=5)
 
 
-def test_waiting_requests_are_put_in_order_only_where_adapters_lack_slots(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_requests_are_put_in_order_only_where_adapters_lack_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[set[str]] = []
     barred = adapter.barred
 
@@ -254,7 +220,7 @@ def test_waiting_requests_are_put_in_order_only_where_adapters_lack_slots(
         return asked[-1]
 
     monkeypatch.setattr(adapter, "barred", keep)
-    engine = make(max_loras=2, settings={"t_target_ms": 30})
+    engine = VirtualEngine(max_loras=2, settings={"t_target_ms": 30})
     for i in range(9):
         engine.add(f"r{i}", 3_000, 20, adapter=i % 3 and 1 + i % 2)
     engine.until(engine.now + 0.1)
@@ -267,8 +233,8 @@ def test_waiting_requests_are_put_in_order_only_where_adapters_lack_slots(
     assert len(engine.finished) == 10
 
 
-def test_steps_with_blocked_adapters_are_replayed(make: Make, tmp_path: Path) -> None:
-    engine = make(max_loras=1, blocks=700, settings={"t_target_ms": 20, "log": str(tmp_path / "log")})
+def test_steps_with_blocked_adapters_are_replayed(tmp_path: Path) -> None:
+    engine = VirtualEngine(max_loras=1, blocks=700, settings={"t_target_ms": 20, "log": str(tmp_path / "log")})
     storm(engine, seed=8, adapters=4, requests=80)
     assert replay(read_log(tmp_path / "log")).differences == []
 
@@ -278,12 +244,12 @@ def test_steps_with_blocked_adapters_are_replayed(make: Make, tmp_path: Path) ->
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
-def test_an_engine_that_slept_goes_on(make: Make, mode: str, asynchronous: bool) -> None:
+def test_an_engine_that_slept_goes_on(mode: str, asynchronous: bool) -> None:
     """What `EngineCore.sleep(1)` and `wake_up` do to a scheduler, by the mode of the pause."""
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.request import RequestStatus
 
-    engine = make(asynchronous=asynchronous, settings={"t_target_ms": 30})
+    engine = VirtualEngine(asynchronous=asynchronous, settings={"t_target_ms": 30})
     scheduler = engine.scheduler
     engine.add("long", 9_000, 4)
     engine.add("chat", 100, 50)
@@ -307,5 +273,6 @@ def test_an_engine_that_slept_goes_on(make: Make, mode: str, asynchronous: bool)
     left = {"while asleep", "after"} | ({"long", "chat"} if mode != "abort" else set())
     assert set(engine.finished) == left
     assert engine.generated("while asleep") == 4
+    assert mode == "abort" or (engine.generated("long"), engine.generated("chat")) == (4, 50)
     assert engine.used_blocks == 0
     assert scheduler.headway_errors == 0

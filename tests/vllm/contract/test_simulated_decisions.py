@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import pytest
 
 pytest.importorskip("vllm.config", reason="vLLM is not in this environment: make test-vllm")
 
-from tests.vllm.contract.virtual_engine import BLOCK, VirtualEngine, model_config
+from tests.vllm.contract.virtual_engine import BLOCK, VirtualEngine
 
 import headway.vllm.scheduler as plugin
 from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds, decode_load, load_s
@@ -133,9 +132,9 @@ def simulated(world: World) -> tuple[list[dict[str, int]], dict[str, tuple[float
 class ReplayedEngine(VirtualEngine):
     """vLLM's classes under the same events: they are applied when the engine's loop would see them."""
 
-    def __init__(self, model: Any, world: World) -> None:
+    def __init__(self, world: World) -> None:
         super().__init__(
-            model, stock=world.stock, asynchronous=world.asynchronous, blocks=world.blocks,
+            stock=world.stock, asynchronous=world.asynchronous, blocks=world.blocks,
             batched_tokens=world.batched_tokens, max_num_seqs=world.max_num_seqs, threshold=world.threshold,
             policy="priority" if world.by_priority else "fcfs", adaptive=world.adaptive, caching=world.caching,
             settings={"t_target_ms": world.t_target_ms, "policy": world.policy},
@@ -221,24 +220,16 @@ class ReplayedEngine(VirtualEngine):
         self.times[name] = self.times.get(name, ()) + (self.now,) * count
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder: Path = tmp_path_factory.mktemp("model")
-    return model_config(folder)
-
-
 @pytest.mark.parametrize("stock", [True, False], ids=["stock", "plugged"])
 @pytest.mark.parametrize("seed", range(24))
-def test_the_simulator_decides_as_vllm_does(
-    model: Any, monkeypatch: pytest.MonkeyPatch, seed: int, stock: bool
-) -> None:
+def test_the_simulator_decides_as_vllm_does(monkeypatch: pytest.MonkeyPatch, seed: int, stock: bool) -> None:
     monkeypatch.setattr(
         plugin, "latency_model", lambda *_: (CorrectedLatency(BinaryLatency(), TRUST_PROFILE), "a test's latencies")
     )
     given = world(seed, stock)
     if adapter.version().startswith("0.33.") and given.by_priority:
         pytest.skip("where a request preempts itself by priority, 0.33 goes on to the next, and the simulator does not")
-    engine = ReplayedEngine(model, given)
+    engine = ReplayedEngine(given)
     engine.play()
     steps, times, replica = simulated(given)
     assert steps == engine.steps_taken

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm.config", reason="vLLM is not in this environment: make test-vllm")
 
 from prometheus_client import CollectorRegistry, generate_latest
-from tests.vllm.contract.virtual_engine import VirtualEngine, model_config
+from tests.vllm.contract.virtual_engine import VirtualEngine
 
 from headway.runtime.cluster.http_server import parse_load
 from headway.vllm import metrics
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.long
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VirtualEngine:
     monkeypatch.setattr(metrics.tempfile, "gettempdir", lambda: str(tmp_path))  # type: ignore[attr-defined]
-    return VirtualEngine(model_config(tmp_path), asynchronous=True, settings={"t_target_ms": 30})
+    return VirtualEngine(asynchronous=True, settings={"t_target_ms": 30})
 
 
 def test_latencies_that_requests_asked_for_are_counted(engine: VirtualEngine) -> None:

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 
 pytest.importorskip("vllm.config", reason="vLLM is not in this environment: make test-vllm")
 
-from tests.vllm.contract.virtual_engine import VirtualEngine, model_config
+from tests.vllm.contract.virtual_engine import VirtualEngine
 
-Make = Callable[..., VirtualEngine]
 pytestmark = pytest.mark.long
-
-
-@pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    model = model_config(tmp_path_factory.mktemp("model"))
-    return lambda **settings: VirtualEngine(model, **settings)
 
 
 def assert_nothing_is_left(engine: VirtualEngine) -> None:
@@ -37,9 +29,11 @@ def assert_nothing_is_left(engine: VirtualEngine) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_a_thousand_aborts_at_random_moments_leave_nothing(make: Make, policy: str, asynchronous: bool) -> None:
+def test_a_thousand_aborts_at_random_moments_leave_nothing(policy: str, asynchronous: bool) -> None:
     chance = random.Random(15)
-    engine = make(blocks=900, max_num_seqs=48, policy=policy, asynchronous=asynchronous, settings={"t_target_ms": 25})
+    engine = VirtualEngine(
+        blocks=900, max_num_seqs=48, policy=policy, asynchronous=asynchronous, settings={"t_target_ms": 25}
+    )
     shared = [(i * 13) % 400 for i in range(2_000)]
     alive: list[str] = []
     aborted = added = 0
@@ -62,8 +56,8 @@ def test_a_thousand_aborts_at_random_moments_leave_nothing(make: Make, policy: s
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_an_id_may_be_used_again_before_the_next_step(make: Make, asynchronous: bool) -> None:
-    engine = make(asynchronous=asynchronous, settings={"t_target_ms": 25})
+def test_an_id_may_be_used_again_before_the_next_step(asynchronous: bool) -> None:
+    engine = VirtualEngine(asynchronous=asynchronous, settings={"t_target_ms": 25})
     engine.add("chat", 3_000, 20)
     for _ in range(3):
         engine.step()
@@ -77,8 +71,8 @@ def test_an_id_may_be_used_again_before_the_next_step(make: Make, asynchronous: 
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_decodes_that_exhaust_the_pool_all_finish(make: Make, asynchronous: bool) -> None:
-    engine = make(blocks=260, max_num_seqs=64, asynchronous=asynchronous, settings={"t_target_ms": 25})
+def test_decodes_that_exhaust_the_pool_all_finish(asynchronous: bool) -> None:
+    engine = VirtualEngine(blocks=260, max_num_seqs=64, asynchronous=asynchronous, settings={"t_target_ms": 25})
     for i in range(64):
         engine.add(f"r{i}", 40 + i, 200)  # 64 × 15 blocks at their ends
     engine.run()
@@ -89,9 +83,9 @@ def test_decodes_that_exhaust_the_pool_all_finish(make: Make, asynchronous: bool
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_256_streams_finish_while_others_are_aborted(make: Make, asynchronous: bool) -> None:
+def test_256_streams_finish_while_others_are_aborted(asynchronous: bool) -> None:
     chance = random.Random(256)
-    engine = make(blocks=2_500, max_num_seqs=256, batched_tokens=4096, asynchronous=asynchronous)
+    engine = VirtualEngine(blocks=2_500, max_num_seqs=256, batched_tokens=4096, asynchronous=asynchronous)
     for i in range(256):
         engine.add(f"r{i}", chance.randrange(20, 900), chance.randrange(30, 80))
     leaving = chance.sample(range(256), 64)

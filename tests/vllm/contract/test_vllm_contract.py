@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -13,23 +11,12 @@ from msgspec.structs import replace
 
 pytest.importorskip("vllm.config", reason="vLLM is not in this environment: make test-vllm")
 
-from tests.vllm.contract.virtual_engine import BLOCK, RATES, VirtualEngine, model_config
+from tests.vllm.contract.virtual_engine import BLOCK, RATES, VirtualEngine
 
 from headway.core.errors import ConfigError
 from headway.vllm import plugin
 
-Make = Callable[..., VirtualEngine]
 pytestmark = pytest.mark.long
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return model_config(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def make(model: Any) -> Make:
-    return lambda **settings: VirtualEngine(model, **settings)
 
 
 def convoy(engine: VirtualEngine, chats: int = 12) -> list[float]:
@@ -52,26 +39,19 @@ def test_the_installed_version_is_one_that_is_known() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_short_requests_do_not_wait_for_a_long_one(make: Make, asynchronous: bool) -> None:
-    stock = convoy(make(stock=True, asynchronous=asynchronous))
-    engine = make(asynchronous=asynchronous, settings={"t_target_ms": 50})
-    plugged = convoy(engine)
-    assert max(plugged) < 0.1 * max(stock)
+def test_short_requests_do_not_wait_for_a_long_one_and_as_much_is_computed(asynchronous: bool) -> None:
+    stock = VirtualEngine(stock=True, asynchronous=asynchronous)
+    engine = VirtualEngine(asynchronous=asynchronous, settings={"t_target_ms": 50})
+    waits = [max(convoy(each)) for each in (stock, engine)]
+    assert waits[1] < 0.1 * waits[0]
     assert engine.scheduler.headway_errors == 0
     assert engine.used_blocks == 0
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_as_many_tokens_are_computed_as_by_stock(make: Make, asynchronous: bool) -> None:
-    stock, engine = make(stock=True, asynchronous=asynchronous), make(asynchronous=asynchronous)
-    convoy(stock)
-    convoy(engine)
     assert engine.tokens_computed == stock.tokens_computed
     assert {n: engine.generated(n) for n in engine.arrived} == {n: stock.generated(n) for n in stock.arrived}
 
 
-def test_chunks_keep_steps_near_the_aim(make: Make) -> None:
-    engine = make(settings={"t_target_ms": 40})
+def test_chunks_keep_steps_near_the_aim() -> None:
+    engine = VirtualEngine(settings={"t_target_ms": 40})
     engine.add("chat", 100, 4_000)
     engine.until(engine.now + 1.0)
     engine.add("long", 24_000, 4)
@@ -89,8 +69,8 @@ def test_chunks_keep_steps_near_the_aim(make: Make) -> None:
     assert times[int(0.95 * len(times))] < 0.040 * 1.3
 
 
-def test_several_long_prefills_in_a_small_pool_all_finish(make: Make) -> None:
-    engine = make(blocks=700, settings={"t_target_ms": 30})
+def test_several_long_prefills_in_a_small_pool_all_finish() -> None:
+    engine = VirtualEngine(blocks=700, settings={"t_target_ms": 30})
     for i in range(6):
         engine.add(f"long{i}", 5_000, 4)
     for i in range(20):
@@ -103,33 +83,8 @@ def test_several_long_prefills_in_a_small_pool_all_finish(make: Make) -> None:
     assert engine.scheduler.headway_errors == 0
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_random_additions_and_aborts_leave_no_block(make: Make, seed: int, asynchronous: bool) -> None:
-    chance = random.Random(seed)
-    engine = make(blocks=600, asynchronous=asynchronous, settings={"t_target_ms": 25})
-    alive: list[str] = []
-    for i in range(400):
-        if alive and chance.random() < 0.4:
-            engine.abort(alive.pop(chance.randrange(len(alive))))
-        else:
-            name = f"r{i}"
-            engine.add(name, chance.choice([1, 40, 200, 3_000, 7_000]), chance.randrange(1, 30))
-            alive.append(name)
-        for _ in range(chance.randrange(4)):
-            engine.step()
-    engine.run()
-    assert engine.used_blocks == 0
-    assert not engine.scheduler.requests
-    assert engine.scheduler.headway_errors == 0
-    driver = engine.scheduler._headway
-    assert driver.pool.pledged_blocks == 0
-    assert not driver.prefills
-    assert not driver.policy.holders
-
-
-def test_a_cached_prefix_is_not_computed_again_and_counts_as_done(make: Make) -> None:
-    stock, engine = make(stock=True), make()
+def test_a_cached_prefix_is_not_computed_again_and_counts_as_done() -> None:
+    stock, engine = VirtualEngine(stock=True), VirtualEngine()
     shared = [(i * 13) % 400 for i in range(8_000)]
     for each in (stock, engine):
         each.add("first", shared + [1] * 50, 2)
@@ -141,8 +96,8 @@ def test_a_cached_prefix_is_not_computed_again_and_counts_as_done(make: Make) ->
     assert engine.ttft_s("second") < 0.25 * engine.ttft_s("other")
 
 
-def test_a_tighter_slo_goes_first(make: Make) -> None:
-    engine = make(settings={"t_target_ms": 30, "policy": "edf"})
+def test_a_tighter_slo_goes_first() -> None:
+    engine = VirtualEngine(settings={"t_target_ms": 30, "policy": "edf"})
     engine.add("loose", 4_000, 1, extra={"slo_ttft_ms": 60_000})
     engine.add("tight", 4_000, 1, extra={"slo_ttft_ms": 400})
     engine.run()
@@ -150,60 +105,18 @@ def test_a_tighter_slo_goes_first(make: Make) -> None:
 
 
 @pytest.mark.parametrize("speed", [1.0, 2.5])
-def test_priority_goes_before_the_policy(make: Make, speed: float) -> None:
+def test_priority_goes_before_the_policy(speed: float) -> None:
     # At the higher speed the sooner request is long and the later one short.
     rates = replace(RATES, linear_flops=RATES.linear_flops * speed, attention_flops=RATES.attention_flops * speed)
-    engine = make(policy="priority", settings={"t_target_ms": 30}, rates=rates)
+    engine = VirtualEngine(policy="priority", settings={"t_target_ms": 30}, rates=rates)
     engine.add("later", 4_000, 1, priority=5)
     engine.add("sooner", 4_500, 1, priority=0)
     engine.run()
     assert engine.finished["sooner"] < engine.finished["later"]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_decodes_that_run_out_of_blocks_are_preempted_and_finish(make: Make, asynchronous: bool) -> None:
-    engine = make(blocks=120, asynchronous=asynchronous)
-    for i in range(8):
-        engine.add(f"r{i}", 160, 300)
-    engine.run()
-    assert engine.preemptions > 0
-    assert {engine.generated(f"r{i}") for i in range(8)} == {300}
-    assert engine.used_blocks == 0
-    assert engine.scheduler.headway_errors == 0
-
-
-def test_resetting_the_prefix_cache_with_running_requests_starts_them_anew(make: Make) -> None:
-    engine = make()
-    engine.add("long", 9_000, 4)
-    engine.add("chat", 100, 50)
-    for _ in range(6):
-        engine.step()
-    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    engine.run()
-    assert engine.generated("long") == 4
-    assert engine.generated("chat") == 50
-    assert engine.used_blocks == 0
-    assert engine.scheduler.headway_errors == 0
-
-
-def test_paused_requests_go_on_after_resuming(make: Make) -> None:
-    from vllm.v1.core.sched.interface import PauseState
-
-    engine = make()
-    engine.add("long", 9_000, 4)
-    for _ in range(4):
-        engine.step()
-    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    engine.add("chat", 100, 4)
-    assert not any(engine.scheduler.schedule().num_scheduled_tokens for _ in range(3))
-    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
-    engine.run()
-    assert set(engine.finished) == {"long", "chat"}
-    assert engine.scheduler.headway_errors == 0
-
-
-def test_an_exception_in_the_policy_costs_one_step_in_stock_order(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make(settings={"t_target_ms": 30})
+def test_an_exception_in_the_policy_costs_one_step_in_stock_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = VirtualEngine(settings={"t_target_ms": 30})
     engine.add("long", 9_000, 4)
     engine.add("chat", 100, 30)
     engine.step()
@@ -225,8 +138,8 @@ def test_an_exception_in_the_policy_costs_one_step_in_stock_order(make: Make, mo
     assert engine.used_blocks == 0
 
 
-def test_after_the_last_permitted_error_the_stock_order_stays(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock, engine = make(stock=True), make(settings={"max_errors": 3})
+def test_after_the_last_permitted_error_the_stock_order_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, engine = VirtualEngine(stock=True), VirtualEngine(settings={"max_errors": 3})
 
     def fails(*_: Any) -> Any:
         raise RuntimeError("a fault in the policy")
@@ -237,7 +150,7 @@ def test_after_the_last_permitted_error_the_stock_order_stays(make: Make, monkey
     assert engine.log == stock.log
 
 
-def test_an_unknown_scheduler_is_refused_with_a_sentence(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_scheduler_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     def schedule(self: Any, throttle_prefills: bool = False) -> Any:
@@ -246,18 +159,13 @@ def test_an_unknown_scheduler_is_refused_with_a_sentence(make: Make, monkeypatch
     monkeypatch.setattr(Scheduler, "schedule", schedule)
     monkeypatch.delenv(plugin.TRY_ANYWAY, raising=False)
     with pytest.raises(ConfigError, match=r"does not know the scheduler of vLLM.*these methods differ: schedule\."):
-        make()
+        VirtualEngine()
     monkeypatch.setenv(plugin.TRY_ANYWAY, "1")
-    assert make().scheduler.headway_errors == 0
+    assert VirtualEngine().scheduler.headway_errors == 0
 
 
-def test_wrong_settings_are_refused_by_name(make: Make) -> None:
-    with pytest.raises(ConfigError, match="t_target is not a field"):
-        make(settings={"t_target": 5})
-
-
-def test_requests_that_no_policy_decides_about_start_at_once(make: Make) -> None:
-    engine = make(settings={"t_target_ms": 30})
+def test_requests_that_no_policy_decides_about_start_at_once() -> None:
+    engine = VirtualEngine(settings={"t_target_ms": 30})
     engine.add("long", 12_000, 2)
     for _ in range(3):
         engine.step()
@@ -268,8 +176,8 @@ def test_requests_that_no_policy_decides_about_start_at_once(make: Make) -> None
     assert engine.used_blocks == 0
 
 
-def test_seeded_requests_are_not_cut_on_a_cpu_where_that_ends_the_engine(make: Make) -> None:
-    engine = make(settings={"t_target_ms": 10})
+def test_seeded_requests_are_not_cut_on_a_cpu_where_that_ends_the_engine() -> None:
+    engine = VirtualEngine(settings={"t_target_ms": 10})
     engine.add("seeded", 1500, 2, seed=3)
     engine.add("drawn", 1500, 2)
     engine.run()
@@ -278,8 +186,8 @@ def test_seeded_requests_are_not_cut_on_a_cpu_where_that_ends_the_engine(make: M
     assert len(chunks["drawn"]) > 1
 
 
-def test_chunks_of_hybrid_models_end_at_blocks(make: Make) -> None:
-    engine = make(settings={"t_target_ms": 20})
+def test_chunks_of_hybrid_models_end_at_blocks() -> None:
+    engine = VirtualEngine(settings={"t_target_ms": 20})
     scheduler = engine.scheduler
     scheduler.need_mamba_block_aligned_split = True
     scheduler._headway = None  # made anew, it knows the block
@@ -297,8 +205,8 @@ def test_chunks_of_hybrid_models_end_at_blocks(make: Make) -> None:
     assert scheduler.headway_errors == 0
 
 
-def test_a_request_enters_when_its_grammar_is_compiled(make: Make) -> None:
-    engine = make(settings={"t_target_ms": 30})
+def test_a_request_enters_when_its_grammar_is_compiled() -> None:
+    engine = VirtualEngine(settings={"t_target_ms": 30})
     engine.add("long", 9_000, 2)
     request = engine.add("schema", 120, 3, choices=["a", "b"])
     for _ in range(5):
@@ -312,18 +220,8 @@ def test_a_request_enters_when_its_grammar_is_compiled(make: Make) -> None:
     assert engine.scheduler.headway_errors == 0
 
 
-def test_many_streams_finish_without_a_leak(make: Make) -> None:
-    engine = make(blocks=4096, max_num_seqs=256, batched_tokens=4096, asynchronous=True)
-    for i in range(256):
-        engine.add(f"r{i}", 64 + i % 7 * 100, 40)
-    engine.run()
-    assert len(engine.finished) == 256
-    assert engine.used_blocks == 0
-    assert engine.scheduler.headway_errors == 0
-
-
-def test_the_pool_that_the_policy_sees_is_the_pool_of_the_engine(make: Make) -> None:
-    engine = make(blocks=500)
+def test_the_pool_that_the_policy_sees_is_the_pool_of_the_engine() -> None:
+    engine = VirtualEngine(blocks=500)
     pool = engine.scheduler._headway.pool
     engine.add("chat", 160, 60)
     while "chat" not in engine.first_token:

@@ -6,7 +6,10 @@ that a cost formula gives. A queue of depth two plays vLLM's asynchronous loop.
 
 from __future__ import annotations
 
+import functools
 import json
+import random
+import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -49,8 +52,10 @@ _SHAPE = {
 }  # fmt: skip
 
 
-def model_config(folder: Path) -> ModelConfig:
-    """Of a model that has no weights. Takes seconds: make one for all tests."""
+@functools.cache
+def model_config() -> ModelConfig:
+    """Of a model that has no weights. Takes seconds: one for all tests."""
+    folder = Path(tempfile.mkdtemp(prefix="headway-model-"))
     (folder / "config.json").write_text(json.dumps(_SHAPE))
     return ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=32768)
 
@@ -75,7 +80,6 @@ class VirtualEngine:
 
     def __init__(
         self,
-        model: ModelConfig,
         *,
         stock: bool = False,
         settings: dict[str, Any] | None = None,
@@ -96,6 +100,7 @@ class VirtualEngine:
     ) -> None:
         """`windows`: of each group of layers, tokens; 0: full attention. `drafts`: speculative tokens a step. `graphs`:
         tokens of captured CUDA graphs, to which steps are padded."""
+        model = model_config()
         self.now = 1000.0
         self.depth = 2 if asynchronous else 1
         scheduling = SchedulerConfig.default_factory(
@@ -290,3 +295,35 @@ class VirtualEngine:
             past = 0 if request is None else request.num_computed_tokens
             seconds += 5e-9 * count * past
         return seconds
+
+
+def storm(
+    engine: VirtualEngine,
+    seed: int,
+    requests: int = 120,
+    *,
+    adapters: int = 0,
+    most_output: int = 60,
+    extra: dict[str, Any] | None = None,
+    errors: int = 0,
+) -> None:
+    """Random additions and aborts, until all has ended: then nothing is held, by vLLM's count and by the policy's.
+    Every tenth request or so has the arguments `extra`. `errors`: so many of the policy are expected."""
+    chance = random.Random(seed)
+    alive: list[str] = []
+    for i in range(requests):
+        if alive and chance.random() < 0.3:
+            engine.abort(alive.pop(chance.randrange(len(alive))))
+        name, prompt = f"r{i}", chance.choice([1, 40, 200, 3_000, 8_000])
+        of_this = extra if chance.random() < 0.1 else None
+        engine.add(
+            name, prompt, chance.randrange(1, most_output), adapter=chance.randrange(adapters + 1), extra=of_this
+        )
+        alive.append(name)
+        for _ in range(chance.randrange(4)):
+            engine.step()
+    engine.run()
+    assert not engine.scheduler.requests
+    assert engine.used_blocks == 0
+    assert engine.scheduler.headway_errors == errors
+    assert engine.scheduler._headway.pool.pledged_blocks == 0
