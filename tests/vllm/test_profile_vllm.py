@@ -16,19 +16,17 @@ ROOT = Path(__file__).resolve().parents[2]
 VLLM = ROOT / ".venv-vllm" / "bin" / "vllm"
 
 
-def test_a_command_that_is_no_script_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", "--vllm", "model", "--vllm-command", "/bin/true"]) != 0
-    assert "name the `vllm` of an environment" in capsys.readouterr().err
-
-
-def test_a_budget_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", "--vllm", "model", "--budget", "0"]) != 0
-    assert "--budget must be above 0" in capsys.readouterr().err
-
-
-def test_a_server_is_not_a_model_to_profile(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", "--vllm", "http://127.0.0.1:8000"]) != 0
-    assert "a server: its steps cannot be timed from outside" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("model --vllm-command /bin/true", "name the `vllm` of an environment"),
+        ("model --budget 0", "--budget must be above 0"),
+        ("http://127.0.0.1:8000", "a server: its steps cannot be timed from outside"),
+    ],
+)
+def test_what_cannot_be_profiled_is_refused(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--vllm", *words.split()]) != 0
+    assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.long
