@@ -16,8 +16,13 @@ from tests.helpers.span_answers import (
     LAYERS,
     SOON_S,
     check_answer,
+    check_decode_in_place,
+    check_drawn_token,
     check_end,
+    check_first_token,
+    check_forgotten,
     check_service,
+    pause_at_once,
     pauses_of,
     prompt_of,
     resume_span,
@@ -28,7 +33,6 @@ from headway.core.request import SamplingParams, cut
 from headway.runtime.engine.protocol import (
     AbortRequest,
     KvArrived,
-    PauseRequest,
     ReserveKv,
     SendKv,
     SpanTaskDone,
@@ -69,12 +73,7 @@ ROUTES = {
 
 @pytest.mark.parametrize("name", ROUTES)
 def test_the_first_token_is_that_of_one_process(world: World, expected: Expected, name: str) -> None:
-    parts = ROUTES[name]
-    prompt = prompt_of(sum(part.tokens for part in parts), len(name))
-    first = world.prefill(name, prompt, parts, logprobs=0)
-    check_answer([first], *expected(prompt, 1))
-    world.forget(name)
-    world.clean()
+    check_first_token(world, expected, name, ROUTES[name])
 
 
 @pytest.mark.parametrize("name", ["one, in three runs", "one"])
@@ -158,12 +157,7 @@ def test_a_span_pauses_at_layers_of_its_pieces(world: World, expected: Expected,
     parts = [Part(21, group[:1], rows=8), Part(50, group, rows=-(-16 // len(group)))]
     prompt, name = prompt_of(71, 2), f"p{len(group)}"
     pieces = cut(21, 71, len(group), parts[1].rows)
-    world.admit(name, prompt, group, GREEDY)
-    world.compute(name, parts, 0)
-    world.done(name, parts[0])
-    with world[group[0]].at_once():
-        world.compute(name, parts, 1, preemptible=True)
-        world[group[0]].tell(PauseRequest(name))
+    pause_at_once(world, name, prompt, parts)
     stops = [(start, layer) for start, _ in pieces for layer in range(LAYERS)]
     at = pauses = 0
     while (words := pauses_of(world, name, parts[1])) is not None:
@@ -204,52 +198,25 @@ def test_schedulers_continue_during_a_span_where_that_is_allowed(
 
 @pytest.mark.parametrize("attn", ["ring", "striped"])
 def test_a_group_decodes_over_the_kv_of_all(world: World, expected: Expected, attn: str) -> None:
-    """One run a token: queries travel, KV stays."""
-    group, name, prompt, count = (0, 2, 1), f"g-{attn}", prompt_of(70, 5), 8
-    parts = [Part(30, group[:1], attn, rows=8), Part(40, group, attn, rows=4)]
-    deltas = [world.prefill(name, prompt, parts, logprobs=0, max_tokens=count)]
-    while deltas[-1].finish is None:
-        group = (*group[1:], group[0])  # each draws in turn
-        parts.append(Part(1, group, attn, in_place=True))
-        world.compute(name, parts, len(parts) - 1, drawn=deltas[-1].tokens)
-        word = world.done(name, parts[-1])
-        assert word.delta is not None
-        deltas.append(word.delta)
-    check_answer(deltas, *expected(prompt, count))
-    world.forget(name)
-    world.clean()
+    check_decode_in_place(world, expected, (0, 2, 1), attn, 8, turning=True)
 
 
 def test_the_first_token_is_drawn_as_a_scheduler_draws_it(world: World) -> None:
-    prompt, how = prompt_of(45, 3), {"temperature": 0.9, "top_p": 0.95, "seed": 11, "repetition_penalty": 1.2}
-    first = world.prefill("draws", prompt, [Part(20, (1,)), Part(25, (1, 2))], max_tokens=4, **how)
-    world.ask(ONE, "alone", prompt, max_tokens=4, **how)
-    assert first.tokens == world[ONE].answer("alone")[0].tokens
-    world.forget("draws")
-    world.clean()
+    how = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "repetition_penalty": 1.2, "max_tokens": 4}
+    check_drawn_token(world, "draws", ONE, how)
 
 
 # -- what ends otherwise ----------------------------------------------------------------------------------------------
 
 
 def test_a_forgotten_span_ends_at_once(world: World, expected: Expected) -> None:
-    start_on_some(world, "f", Part(60, (0, 1)), (0,))
-    world[0].tell(AbortRequest("f"))
-    check_service(world, expected, "f", (0, 2))
-    start_on_some(world, "f1", Part(60, (0, 1)), (0, 1))
-    world.forget("f1")
-    start_on_some(world, "f2", Part(60, (0, 1)), (1,))
-    world.forget("f2")
-    check_service(world, expected, "f2", (0, 1))
+    check_forgotten(world, expected)
     start_on_some(world, "f3", Part(60, (0, 1)), (0,))
     with world[0].at_once():  # ranks hear of the next one together with the end of this one
         world[0].tell(AbortRequest("f3"))
         world.admit("f4", prompt_of(60), (0, 2), GREEDY)
         world.compute("f4", [Part(60, (0, 2))], 0)
-    word = world.done("f4", Part(60, (0, 2)))
-    assert word.delta is not None
-    check_answer([word.delta], *expected(prompt_of(60), 1))
-    world.forget("f4")
+    check_end(world, expected, "f4", Part(60, (0, 2)), prompt_of(60), clean=False)
     assert not [word for one in world.instances for word in one.said if isinstance(word, SpanTaskLost)]
     world.clear()
 
@@ -270,10 +237,7 @@ def test_a_span_waiting_for_room_continues_or_is_forgotten(world: World, expecte
     assert [t for delta in world[1].answer("ws") for t in delta.tokens] == expected(prompt_of(30), 5)[0]
     world.forget("w1")
     world[1].tell(AbortRequest("full"))
-    word = world.done("w2", Part(200, (0, 1)))
-    assert word.delta is not None
-    check_answer([word.delta], *expected(prompt_of(200), 1))
-    world.forget("w2")
+    check_end(world, expected, "w2", Part(200, (0, 1)), prompt_of(200), clean=False)
     world.clear()
 
 

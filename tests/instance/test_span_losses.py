@@ -13,13 +13,15 @@ from tests.helpers.span_answers import (
     GREEDY,
     SOON_S,
     check_answer,
+    check_forgotten,
     check_service,
+    pause_at_once,
     prompt_of,
     resume_span,
     start_on_some,
 )
 
-from headway.runtime.engine.protocol import AbortRequest, ComputeSpan, PauseRequest, SpanTaskDone, SpanTaskLost
+from headway.runtime.engine.protocol import AbortRequest, ComputeSpan, SpanTaskDone, SpanTaskLost
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 
@@ -37,10 +39,7 @@ def test_a_span_ends_when_an_instance_is_killed(world: World, expected: Expected
 
 def test_a_paused_span_of_a_lost_group_is_lost_when_it_resumes(world: World, expected: Expected) -> None:
     part = Part(60, (0, 3))
-    world.admit("kp", prompt_of(60), part.group, GREEDY)
-    with world[0].at_once():
-        world.compute("kp", [part], 0, preemptible=True)
-        world[0].tell(PauseRequest("kp"))
+    pause_at_once(world, "kp", prompt_of(60), [part])
     world.paused("kp", part)
     world[3].kill()
     resume_span(world, "kp", Part(60, (0,)), False)
@@ -70,15 +69,7 @@ def test_a_span_ends_when_a_hanging_instance_leaves_the_peers(world: World, expe
 
 
 def test_a_forgotten_span_ends_at_once(world: World, expected: Expected) -> None:
-    start_on_some(world, "f", Part(60, (0, 1)), (0,))
-    world[0].tell(AbortRequest("f"))
-    check_service(world, expected, "f", (0, 2))
-    start_on_some(world, "f1", Part(60, (0, 1)), (0, 1))
-    world.forget("f1")
-    start_on_some(world, "f2", Part(60, (0, 1)), (1,))
-    world.forget("f2")
-    world.forget("unknown")
-    check_service(world, expected, "f2", (0, 1))
+    check_forgotten(world, expected)
     assert not [word for one in world.instances for word in one.said if isinstance(word, SpanTaskLost)]
     world.clear()
 

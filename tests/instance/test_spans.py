@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import pytest
 from tests.helpers.instance_world import Part, World
-from tests.helpers.span_answers import Expected, check_answer, prompt_of
+from tests.helpers.span_answers import Expected, check_answer, check_decode_in_place, check_first_token, prompt_of
 
 ROUTES = {
     "one": [Part(50, (0,))],
     "one, in three runs": [Part(20, (2,)), Part(1, (2,)), Part(30, (2,))],
     "two, zigzag": [Part(61, (0, 1)), Part(50, (0, 1))],
-    "two, the other way round": [Part(61, (3, 1))],
-    "striped": [Part(41, (1, 2), "striped"), Part(30, (1, 2), "striped")],
     "contiguous": [Part(41, (1, 2), "contiguous"), Part(30, (1, 2, 0), "contiguous")],
     "zigzag, growing": [Part(41, (0,)), Part(50, (0, 1)), Part(47, (0, 1, 2, 3))],
     "striped, growing": [Part(41, (3,), "striped"), Part(50, (3, 1), "striped"), Part(47, (3, 1, 0, 2), "striped")],
-    "ulysses": [Part(41, (0, 1), "ulysses"), Part(33, (0, 1), "ulysses")],
     "ulysses, growing": [Part(41, (0,), "ulysses"), Part(50, (0, 1), "ulysses"), Part(47, (0, 1, 2, 3), "ulysses")],
     "ulysses in two nodes": [Part(41, (0, 1, 2, 3), "ulysses", node=2), Part(3, (0, 1, 2, 3), "ulysses", node=2)],
     "megatron": [Part(41, (0, 1), "megatron", "megatron"), Part(30, (0, 1, 2), "megatron", "megatron")],
@@ -32,12 +29,7 @@ ROUTES = {
 
 @pytest.mark.parametrize("name", ROUTES)
 def test_the_first_token_is_that_of_one_process(world: World, expected: Expected, name: str) -> None:
-    parts = ROUTES[name]
-    prompt = prompt_of(sum(part.tokens for part in parts), len(name))
-    first = world.prefill(name, prompt, parts, logprobs=0)
-    check_answer([first], *expected(prompt, 1))
-    world.forget(name)
-    world.clean()
+    check_first_token(world, expected, name, ROUTES[name])
 
 
 def test_a_stats_snapshot_precedes_span_done(world: World) -> None:
@@ -67,19 +59,5 @@ def test_an_instance_decodes_the_prompt_that_it_has_computed(world: World, expec
 def test_a_group_decodes_over_the_kv_of_all(
     world: World, expected: Expected, group: tuple[int, ...], attn: str
 ) -> None:
-    """One run a token: queries travel, KV stays (LoongServe's decode in place)."""
-    name, prompt, count = f"g-{attn}", prompt_of(70, 5), 12
-    parts = [Part(30, group[:1], attn, rows=8), Part(40, group, attn, rows=4)]
-    deltas = [world.prefill(name, prompt, parts, logprobs=0, max_tokens=count)]
-    while deltas[-1].finish is None:
-        if attn != "ulysses":  # where each has heads of its own, by its place
-            group = (*group[1:], group[0])  # each draws in turn
-        parts.append(Part(1, group, attn, in_place=True))
-        world.compute(name, parts, len(parts) - 1, drawn=deltas[-1].tokens)
-        word = world.done(name, parts[-1])
-        assert word.delta is not None
-        deltas.append(word.delta)
-    assert deltas[-1].finish == "length"
-    check_answer(deltas, *expected(prompt, count))
-    world.forget(name)
-    world.clean()
+    # With ulysses each has heads of its own, by its place.
+    check_decode_in_place(world, expected, group, attn, 12, turning=attn != "ulysses")
