@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.instance_world import World, frame
+from tests.helpers.span_answers import Expected, check_answer, prompt_of
 
 from headway.core.request import Phase, SamplingParams
 from headway.runtime.engine.protocol import KvArrived, OutputDelta, ReserveKv, SendKv, SpanTaskLost, SubmitRequest
@@ -82,6 +83,37 @@ def rest(
     """Decode with KV that has come."""
     submit(world, on, name, prompt, "decode", first.tokens, **fields)
     return [first, *world[on].answer(name)]
+
+
+def move(world: World, name: str, sources: Sequence[int], tokens: int, to: int, piece: int = 1) -> None:
+    """Room for the KV of a prompt at `to`, to which each of the sources sends what it has: all of it comes."""
+    reserve(world, to, name, tokens)
+    send(world, name, piece, sources, 0, tokens, to)
+    arrived(world, name, to, [(piece, source) for source in sources])
+
+
+def check_staged(
+    world: World, expected: Expected, name: str, prompt: Sequence[int], source: int, to: int, count: int
+) -> None:
+    """Computed by the scheduler of `source`, kept, moved and decoded: `count` tokens as of one engine."""
+    first = first_token(world, source, name, prompt, max_tokens=count)
+    move(world, name, (source,), len(prompt), to)
+    check_answer(rest(world, to, name, prompt, first, max_tokens=count), *expected(list(prompt), count))
+
+
+def check_chunks(world: World, expected: Expected, name: str, source: int, to: int) -> None:
+    """KV that is asked for before it is computed follows chunk by chunk: in two pieces, of which the second's end is
+    not the prompt's edge of a chunk."""
+    prompt = prompt_of(203, source)
+    reserve(world, to, name, 203)
+    submit(world, source, name, prompt, "prefill", max_tokens=9)
+    send(world, name, 1, (source,), 0, 75, to)
+    send(world, name, 2, (source,), 75, 203, to)
+    arrived(world, name, to, [(1, source), (2, source)])
+    world[source].wait(OutputDelta, name)
+    (first,) = world[source].deltas[name]
+    check_answer(rest(world, to, name, prompt, first, max_tokens=9), *expected(prompt, 9))
+    end(world, name)
 
 
 def end(world: World, *names: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from tests.helpers.span_answers import (
     GREEDY,
     LAYERS,
     SOON_S,
+    Expected,
     check_answer,
     check_decode_in_place,
     check_drawn_token,
@@ -39,7 +40,6 @@ from headway.runtime.engine.protocol import (
     SpanTaskLost,
 )
 
-Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 LONG = pytest.mark.long
 ONE = 3
 """The instance of one process; the others are of two."""

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from tests.helpers.instance_world import Part, World
 from tests.helpers.polling import let_arrive
 from tests.helpers.scaled_decode import ScaledDecode
-from tests.helpers.span_answers import prompt_of
+from tests.helpers.span_answers import Expected, prompt_of
 
 from headway.runtime.engine.protocol import KvArrived, OutputDelta, PauseRequest, ReserveKv, SendKv
-
-Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 
 
 def test_a_group_grows_and_shrinks_between_tokens(world: World, expected: Expected) -> None:

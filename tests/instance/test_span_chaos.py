@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Callable
 
 import pytest
 from tests.helpers.instance_world import Part, World
 from tests.helpers.polling import let_arrive
-from tests.helpers.span_answers import GREEDY, check_answer, prompt_of
+from tests.helpers.span_answers import GREEDY, Expected, check_answer, prompt_of
 
 from headway.runtime.engine.protocol import (
     AbortRequest,
@@ -22,7 +21,6 @@ from headway.runtime.engine.protocol import (
     SpanTaskPaused,
 )
 
-Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 EVENTS = ("none", "kill", "stop", "forget", "pause")
 
 

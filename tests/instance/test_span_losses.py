@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from tests.helpers.polling import let_arrive
 from tests.helpers.span_answers import (
     GREEDY,
     SOON_S,
+    Expected,
     check_answer,
     check_forgotten,
     check_service,
@@ -22,8 +23,6 @@ from tests.helpers.span_answers import (
 )
 
 from headway.runtime.engine.protocol import AbortRequest, ComputeSpan, SpanTaskDone, SpanTaskLost
-
-Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 
 
 def test_a_span_ends_when_an_instance_is_killed(world: World, expected: Expected) -> None:

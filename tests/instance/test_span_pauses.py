@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from tests.helpers.instance_world import Part, World, runs
 from tests.helpers.polling import let_arrive
 from tests.helpers.span_answers import (
     GREEDY,
     LAYERS,
+    Expected,
     check_answer,
     check_drawn_token,
     check_end,
@@ -21,8 +20,6 @@ from tests.helpers.span_answers import (
 
 from headway.core.request import cut
 from headway.runtime.engine.protocol import ComputeSpan, PauseRequest
-
-Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 
 
 @pytest.mark.parametrize("attn", ["ring", "striped", "ulysses"])

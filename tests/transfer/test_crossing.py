@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.helpers.hand_overs import arrived, end, params, rest, send
 from tests.helpers.instance_world import Part, World
-from tests.helpers.span_answers import check_answer, prompt_of
+from tests.helpers.span_answers import Expected, check_answer, prompt_of
 
 from headway.runtime.engine.protocol import AbortRequest, ReserveKv
 
-Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 TOKEN_BYTES = 3 * 2 * 2 * 8 * 4
 
 

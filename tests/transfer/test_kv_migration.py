@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.helpers.hand_overs import arrived, end, first_token, params, reserve, rest, send, submit
+from tests.helpers.hand_overs import (
+    arrived,
+    check_chunks,
+    check_staged,
+    end,
+    first_token,
+    move,
+    params,
+    reserve,
+    rest,
+    send,
+    submit,
+)
 from tests.helpers.instance_world import Part, World
-from tests.helpers.span_answers import check_answer, prompt_of
+from tests.helpers.span_answers import Expected, check_answer, prompt_of
 
 from headway.runtime.engine.protocol import KvArrived, OutputDelta, ReserveKv, SendKv, SpanTaskLost
 
-Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
-
 
 def test_a_prefill_is_staged_and_handed_over(trio: World, expected: Expected) -> None:
-    prompt = prompt_of(150)
-    first = first_token(trio, 0, "s", prompt, max_tokens=12)
-    reserve(trio, 2, "s", 150)
-    send(trio, "s", 1, (0,), 0, 150, 2)
-    arrived(trio, "s", 2, [(1, 0)])
-    check_answer(rest(trio, 2, "s", prompt, first, max_tokens=12), *expected(prompt, 12))
+    check_staged(trio, expected, "s", prompt_of(150), 0, 2, 12)
     end(trio, "s")
     for number in (0, 2):  # memory through which KV has gone from one to the other
         assert "memfd:headway-kv" in Path(f"/proc/{trio[number].process.pid}/maps").read_text()
 
 
 def test_kv_follows_chunk_by_chunk_where_it_was_asked_for_before(trio: World, expected: Expected) -> None:
-    """In two pieces, of which the second's end is not the prompt's edge of a chunk."""
-    prompt = prompt_of(203, 1)
-    reserve(trio, 2, "chunks", 203)
-    submit(trio, 1, "chunks", prompt, "prefill", max_tokens=9)
-    send(trio, "chunks", 1, (1,), 0, 75, 2)
-    send(trio, "chunks", 2, (1,), 75, 203, 2)
-    arrived(trio, "chunks", 2, [(1, 1), (2, 1)])
-    trio[1].wait(OutputDelta, "chunks")
-    (first,) = trio[1].deltas["chunks"]
-    check_answer(rest(trio, 2, "chunks", prompt, first, max_tokens=9), *expected(prompt, 9))
-    end(trio, "chunks")
+    check_chunks(trio, expected, "chunks", 1, 2)
 
 
 @pytest.mark.parametrize("group", [(0,), (0, 1)])
@@ -51,13 +45,11 @@ def test_sampled_tokens_equal_those_of_one_engine(trio: World, group: tuple[int,
     name = f"draws {len(group)}"
     trio.ask(2, name + " alone", prompt, **how)
     alone = [token for delta in trio[2].answer(name + " alone") for token in delta.tokens]
-    reserve(trio, 2, name, 90)
     if len(group) == 1:
         first = first_token(trio, 0, name, prompt, **how)
     else:
         first = trio.prefill(name, prompt, [Part(90, group)], **how)
-    send(trio, name, 1, group, 0, 90, 2)
-    arrived(trio, name, 2, [(1, source) for source in group])
+    move(trio, name, group, 90, 2)
     deltas = rest(trio, 2, name, prompt, first, **how)
     assert [token for delta in deltas for token in delta.tokens] == alone
     assert len(set(alone)) > 5
@@ -116,9 +108,7 @@ def test_kv_of_a_group_is_gathered_on_one_of_its_instances(trio: World, expected
     prompt, name = prompt_of(120, 5), f"home {attn}"
     part = Part(120, (0, 1), attn)
     first = trio.prefill(name, prompt, [part], max_tokens=8, logprobs=0)
-    reserve(trio, 1, name, 120)
-    send(trio, name, 1, (0, 1), 0, 120, 1)
-    arrived(trio, name, 1, [(1, 0), (1, 1)])
+    move(trio, name, (0, 1), 120, 1)
     check_answer(rest(trio, 1, name, prompt, first, max_tokens=8), *expected(prompt, 8))
     end(trio, name)
 
@@ -127,9 +117,7 @@ def test_received_kv_can_be_sent_on_to_another_instance(trio: World, expected: E
     prompt = prompt_of(80, 6)
     first = first_token(trio, 0, "on", prompt, max_tokens=7)
     for piece, (source, to) in enumerate(((0, 1), (1, 2))):
-        reserve(trio, to, "on", 80)
-        send(trio, "on", piece, (source,), 0, 80, to)
-        arrived(trio, "on", to, [(piece, source)])
+        move(trio, "on", (source,), 80, to, piece)
     check_answer(rest(trio, 2, "on", prompt, first, max_tokens=7), *expected(prompt, 7))
     end(trio, "on")
 
@@ -196,11 +184,7 @@ def test_a_request_forgotten_during_its_transfer_leaves_nothing(trio: World, exp
     for one in trio.instances:
         one.hear(0.1)
         one.said.clear()
-    first = first_token(trio, 0, "after", prompt, max_tokens=4)
-    reserve(trio, 2, "after", 200)
-    send(trio, "after", 1, (0,), 0, 200, 2)
-    arrived(trio, "after", 2, [(1, 0)])
-    check_answer(rest(trio, 2, "after", prompt, first, max_tokens=4), *expected(prompt, 4))
+    check_staged(trio, expected, "after", prompt, 0, 2, 4)
     end(trio, "after")
 
 

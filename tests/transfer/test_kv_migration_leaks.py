@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from tests.helpers.hand_overs import arrived, params, reserve, rest, send
+from tests.helpers.hand_overs import move, params, rest
 from tests.helpers.instance_world import Part, World
 from tests.helpers.span_answers import prompt_of
 
@@ -68,9 +68,7 @@ def turn(world: World, number: int) -> None:
         world.compute(name, parts, index, preemptible=True)
         word = world.done(name, part)
     assert word.delta is not None
-    reserve(world, last, name, len(prompt))
-    send(world, name, 1, sources, 0, len(prompt), last)
-    arrived(world, name, last, [(1, source) for source in sources])
+    move(world, name, sources, len(prompt), last)
     rest(world, last, name, prompt, word.delta, max_tokens=5)
     world.forget(name)
     for instance in world.instances:

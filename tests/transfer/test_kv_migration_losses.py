@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from tests.helpers.hand_overs import KvLostError, Relay, arrived, end, first_token, params, reserve, rest, send, submit
+from tests.helpers.hand_overs import (
+    KvLostError,
+    Relay,
+    arrived,
+    check_staged,
+    end,
+    params,
+    reserve,
+    rest,
+    send,
+    submit,
+)
 from tests.helpers.instance_world import Part, World
 from tests.helpers.polling import let_arrive
-from tests.helpers.span_answers import check_answer, prompt_of
+from tests.helpers.span_answers import Expected, check_answer, prompt_of
 
 from headway.runtime.engine.protocol import (
     AbortRequest,
@@ -23,7 +34,6 @@ from headway.runtime.engine.protocol import (
     SpanTaskPaused,
 )
 
-Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 SOON_S = 2.0
 
 
@@ -42,14 +52,9 @@ def half_way(world: World, name: str, source: int, to: int, tokens: int = 120) -
 def hands_over(world: World, expected: Expected, name: str, source: int, to: int, but: tuple[int, ...] = ()) -> None:
     """A hand-over works, and schedulers do."""
     prompt = prompt_of(77, 3)
-    tokens, chances = expected(prompt, 5)
-    first = first_token(world, source, name, prompt, max_tokens=5)
-    reserve(world, to, name, 77)
-    send(world, name, 1, (source,), 0, 77, to)
-    arrived(world, name, to, [(1, source)])
-    check_answer(rest(world, to, name, prompt, first, max_tokens=5), tokens, chances)
+    check_staged(world, expected, name, prompt, source, to, 5)
     world.ask(source, name + " alone", prompt, max_tokens=5, logprobs=0)
-    check_answer(world[source].answer(name + " alone"), tokens, chances)
+    check_answer(world[source].answer(name + " alone"), *expected(prompt, 5))
     if but:
         world.forget(name)
     else:

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.helpers.hand_overs import arrived, end, first_token, params, reserve, rest, send, submit
+from tests.helpers.hand_overs import (
+    arrived,
+    check_chunks,
+    check_staged,
+    end,
+    first_token,
+    move,
+    params,
+    reserve,
+    rest,
+    send,
+    submit,
+)
 from tests.helpers.instance_world import Part, World
 from tests.helpers.polling import let_arrive
-from tests.helpers.span_answers import check_answer, prompt_of
+from tests.helpers.span_answers import Expected, check_answer, prompt_of
 
-from headway.runtime.engine.protocol import OutputDelta
-
-Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 ONE, TWO = 0, 1
 TOKEN_BYTES = 3 * 2 * 2 * 8 * 4
 
@@ -40,17 +49,7 @@ def world(checkpoint: Path) -> Iterator[World]:
 def test_kv_follows_chunk_by_chunk_to_any_number_of_ranks(
     world: World, expected: Expected, source: int, target: int
 ) -> None:
-    """In two pieces, of which the second's end is not the prompt's edge of a chunk."""
-    prompt, name = prompt_of(203, source), f"chunks {source} to {target}"
-    reserve(world, target, name, 203)
-    submit(world, source, name, prompt, "prefill", max_tokens=9)
-    send(world, name, 1, (source,), 0, 75, target)
-    send(world, name, 2, (source,), 75, 203, target)
-    arrived(world, name, target, [(1, source), (2, source)])
-    world[source].wait(OutputDelta, name)
-    (first,) = world[source].deltas[name]
-    check_answer(rest(world, target, name, prompt, first, max_tokens=9), *expected(prompt, 9))
-    end(world, name)
+    check_chunks(world, expected, f"chunks {source} to {target}", source, target)
 
 
 @pytest.mark.parametrize(("source", "target"), [(TWO, ONE), (ONE, TWO)])
@@ -61,9 +60,7 @@ def test_a_prefill_is_staged_and_handed_over_later(world: World, expected: Expec
     world.ask(source, "between", prompt_of(64, 7), max_tokens=3, logprobs=0)
     check_answer(world[source].answer("between"), *expected(prompt_of(64, 7), 3))
     world[source].deltas.clear()
-    reserve(world, target, name, 150)
-    send(world, name, 1, (source,), 0, 150, target)
-    arrived(world, name, target, [(1, source)])
+    move(world, name, (source,), 150, target)
     check_answer(rest(world, target, name, prompt, first, max_tokens=12), *expected(prompt, 12))
     end(world, name)
 
@@ -129,12 +126,7 @@ def test_a_lost_rank_takes_only_its_own_instance(
     world.forget(name)
     world.clean(but=(lost,))
     world.again(lost)
-    prompt = prompt_of(77, 2)
-    first = first_token(world, source, name + " again", prompt, max_tokens=4)
-    reserve(world, target, name + " again", 77)
-    send(world, name + " again", 1, (source,), 0, 77, target)
-    arrived(world, name + " again", target, [(1, source)])
-    check_answer(rest(world, target, name + " again", prompt, first, max_tokens=4), *expected(prompt, 4))
+    check_staged(world, expected, name + " again", prompt_of(77, 2), source, target, 4)
     world.forget(name + " again")
     for number in (ONE, TWO):
         world[number].said.clear()
