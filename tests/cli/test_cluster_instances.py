@@ -11,7 +11,7 @@ from headway.core.errors import ConfigError, RequestError
 from headway.core.strict_yaml import load
 from headway.runtime.assembly import cluster as instances
 from headway.runtime.assembly.cluster import InstanceFactory, links
-from headway.runtime.cluster.cluster_file import ClusterFile, check_hosts, cluster_file, nodes_of
+from headway.runtime.cluster.cluster_file import ClusterFile, cluster_file, nodes_of
 from headway.runtime.engine.config import EngineConfig
 from headway.serving.serve_settings import ServeSettings, instance_configs
 
@@ -33,15 +33,6 @@ def file_of(*pools: dict[str, Any], **fields: Any) -> ClusterFile:
 )
 def test_hosts_are_nodes_unless_a_pool_says_otherwise(pools: list[dict[str, Any]], nodes: list[int]) -> None:
     assert nodes_of(file_of(*pools)) == nodes
-
-
-def test_hosts_are_numbered_without_gaps() -> None:
-    with pytest.raises(ConfigError, match="there is a host 2, but no pool says `host: 1`"):
-        check_hosts(file_of({}, {"host": 2}), "file", 1)
-    with pytest.raises(ConfigError, match="nnodes spreads the workers of one engine"):
-        check_hosts(file_of({}, {"host": 1}), "file", 2)
-    check_hosts(file_of({"host": 1}), "file", 1)
-    check_hosts(file_of({}), "file", 1)
 
 
 def test_cores_and_memory_are_shared_out_host_by_host() -> None:
@@ -112,9 +103,7 @@ def test_yaml_takes_a_key_once_and_merges() -> None:
     assert load("base: &b {x: 1}\nmore: {<<: *b, x: 2}")["more"] == {"x": 2}
     with pytest.raises(Exception, match=r"'x' stands there twice(.|\n)*line 1, column 11"):
         load("a: {x: 1, x: 2}")
-
-
-def test_yaml_merges_a_mapping_that_itself_merges_another() -> None:
+    # A mapping that itself merges another is merged.
     text = "base: &a {x: 1}\nouter:\n  inner: &b\n    <<: *a\n    x: 2\nc:\n  <<: [*b, *a]\n"
     assert load(text) == {"base": {"x": 1}, "outer": {"inner": {"x": 2}}, "c": {"x": 2}}
     with pytest.raises(Exception, match=r"'x' stands there twice(.|\n)*line 3, column 25"):

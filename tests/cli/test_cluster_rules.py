@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.helpers.engine_fixtures import INFO as FAKE
 
 from headway.core.errors import ConfigError
 from headway.core.request import Strategy
@@ -29,16 +30,16 @@ CONFIG = {
     "torch_dtype": "bfloat16",
 }  # fmt: skip
 
-TABLE = TableLatency(TableSource(fingerprint="", provenance="", tokens=((0, 1e-3), (1000, 11e-3)),
-                                 chunks=((0, 0.0, 0.0), (1000, 5e-4, 1e-6)), decode=(0.0, 0.0, 0.0)))  # fmt: skip
+
+def table_of(tokens: tuple[tuple[int, float], ...], chunks: tuple[tuple[int, float, float], ...]) -> TableLatency:
+    source = TableSource(fingerprint="", provenance="", tokens=tokens, chunks=chunks, decode=(0.0, 0.0, 0.0))
+    return TableLatency(source)
+
+
+TABLE = table_of(((0, 1e-3), (1000, 11e-3)), ((0, 0.0, 0.0), (1000, 5e-4, 1e-6)))
 APART = (InstancePool(role="prefill"), InstancePool(role="decode"))
-INFO = EngineInfo(
-    model="m", architecture="a", dtype="float32", device="cuda", max_model_len=512, context_tokens=512,
-    vocab_size=128, kv_tokens_total=512,
-    kv_block_tokens=8, policy="lars", chunking="adaptive", mode="default", t_target_s=0.02, max_num_seqs=64,
-    max_queued_requests=8, parameters=1, weights_bytes=4, kv_bytes=4,
-)  # fmt: skip
-MOVES = EngineInfo(**{name: getattr(INFO, name) for name in INFO.__struct_fields__} | {"peer_address": "unix:p"})
+INFO = msgspec.structs.replace(FAKE, device="cuda", kv_tokens_total=512, kv_block_tokens=8)
+MOVES = msgspec.structs.replace(INFO, peer_address="unix:p")
 
 
 @pytest.mark.parametrize(
@@ -68,10 +69,9 @@ def test_policies_use_the_latency_of_the_first_prefill_instance(tmp_path: Path) 
         placement="tetris",
     )
     tables = [
-        TableLatency(TableSource(fingerprint="", provenance="", tokens=((1, row_s), (64, 64 * row_s)),
-                                 chunks=((0, 0.0, 0.0), (64, 0.0, 1e-12)), decode=(0.0, 0.0, 0.0)))
+        table_of(((1, row_s), (64, 64 * row_s)), ((0, 0.0, 0.0), (64, 0.0, 1e-12)))
         for row_s in (1e-6, 2e-6, 3e-6, 4e-6)
-    ]  # fmt: skip
+    ]
     infos = [
         msgspec.structs.replace(INFO, latency=describe(table), layout=f"tp{2**i}-pp1-kvp1")
         for i, table in enumerate(tables)
@@ -184,8 +184,7 @@ def test_a_decode_pool_that_a_policy_never_uses_gets_a_warning(
 
 def test_unused_and_small_pools_are_logged_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    table = TableLatency(TableSource(fingerprint="", provenance="", tokens=((1, 1e-6), (64, 6e-5)),
-                                     chunks=((0, 0.0, 0.0), (64, 0.0, 1e-12)), decode=(0.0, 0.0, 0.0)))  # fmt: skip
+    table = table_of(((1, 1e-6), (64, 6e-5)), ((0, 0.0, 0.0), (64, 0.0, 1e-12)))
     info = msgspec.structs.replace(MOVES, latency=describe(table), layout="tp1-pp1-kvp1")
     small = msgspec.structs.replace(info, context_tokens=16_384, kv_tokens_total=6000)
     large = msgspec.structs.replace(info, context_tokens=16_384, kv_tokens_total=7000)

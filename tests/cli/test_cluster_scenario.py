@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from tests.helpers.engine_fixtures import INFO as FAKE
 
 from headway import load_scenario, simulate
 from headway.api.cluster_scenario import ClusterScenarios
@@ -18,19 +19,15 @@ from headway.cli.main import main
 from headway.core.errors import ConfigError
 from headway.perf.latency.table import TableLatency, TableSource
 from headway.policy.iteration.config import SchedulerConfig
-from headway.runtime.engine.protocol import EngineInfo
 from headway.sim.build import run_scenario
 from headway.sim.cluster.build import placement_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TABLE = TableLatency(TableSource(fingerprint="", provenance="", tokens=((0, 1e-3), (1000, 11e-3)),
                                  chunks=((0, 0.0, 0.0), (1000, 5e-4, 1e-6)), decode=(1e-5, 0.0, 0.0)))  # fmt: skip
-INFO = EngineInfo(
-    model="m", architecture="a", dtype="float32", device="cpu", max_model_len=4096, context_tokens=4096,
-    vocab_size=128,
-    kv_tokens_total=16384, kv_block_tokens=64, policy="lars", chunking="adaptive", mode="default", t_target_s=0.05,
-    max_num_seqs=64, max_queued_requests=8, parameters=1, weights_bytes=4, kv_bytes=4,
-)  # fmt: skip
+INFO = msgspec.structs.replace(
+    FAKE, max_model_len=4096, context_tokens=4096, kv_tokens_total=16384, kv_block_tokens=64, t_target_s=0.05
+)
 FEW = {"mix": [{"prompt": "fixed:500", "output": "fixed:4"}], "qps": 2.0, "requests": 10}
 
 

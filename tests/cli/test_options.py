@@ -196,39 +196,14 @@ def test_a_printed_config_gives_the_same_settings_and_never_shows_the_key(tmp_pa
     assert "hunter2" not in print_config(parse(["--api-key", "hunter2"], {}))
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("8192", 8192),
-        (8192, 8192),
-        ("128k", 128_000),
-        ("128K", 131_072),
-        ("1M", 1 << 20),
-        ("1m", 10**6),
-        ("1.5K", 1536),
-        (" 2 M ", 2 << 20),
-        ("1e5", 100_000),
-        ("0", 0),
-    ],
-)
-def test_tokens_as_people_write_them(text: str | int, count: int) -> None:
-    assert tokens(text) == count
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("4G", 4 << 30),
-        ("512MiB", 512 << 20),
-        ("512MB", 512 << 20),
-        ("1T", 1 << 40),
-        ("4g", 4 * 10**9),
-        ("77", 77),
-        ("2B", 2),
-    ],
-)
-def test_sizes_as_people_write_them(text: str, count: int) -> None:
-    assert size(text) == count
+def test_tokens_and_sizes_as_people_write_them() -> None:
+    counts = {
+        "8192": 8192, 8192: 8192, "128k": 128_000, "128K": 131_072, "1M": 1 << 20, "1m": 10**6, "1.5K": 1536,
+        " 2 M ": 2 << 20, "1e5": 100_000, "0": 0,
+    }  # fmt: skip
+    assert {text: tokens(text) for text in counts} == counts
+    sizes = {"4G": 4 << 30, "512MiB": 512 << 20, "512MB": 512 << 20, "1T": 1 << 40, "4g": 4 * 10**9, "77": 77, "2B": 2}
+    assert {text: size(text) for text in sizes} == sizes
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,11 @@ SENTENCES = {
 }
 
 
-@pytest.mark.parametrize("words", SENTENCES, ids=" ".join)
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize(
+    ("words", "encoding"),
+    [*((words, "ascii") for words in SENTENCES), (("simulate", "FILE"), "utf-8"), (("doctor",), "utf-8")],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else value,
+)
 def test_a_command_begins_with_what_was_asked_and_fits_80_columns(
     tmp_path: Path, words: tuple[str, ...], encoding: str
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.helpers.engine_fixtures import INFO as FAKE
 from tests.helpers.unit_latency import small_machine
 
 from headway.cli.main import main
@@ -25,17 +26,14 @@ from headway.perf.latency.table import TableLatency
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.scheduler import Scheduler
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.engine.protocol import EngineInfo, SubmitRequest
+from headway.runtime.engine.protocol import SubmitRequest
 from headway.sim.calibration import calibrate, corrected_table
 from headway.sim.explanation import explain
 from headway.sim.replay import read_log, replay
 
-INFO = EngineInfo(
-    model="fake", architecture="fake", dtype="float32", device="cpu", max_model_len=1500, context_tokens=1500,
-    vocab_size=100,
-    kv_tokens_total=1600, kv_block_tokens=16, policy="lars", chunking="adaptive", mode="default", t_target_s=0.02,
-    max_num_seqs=64, max_queued_requests=100, parameters=1, weights_bytes=4, kv_bytes=4, eos_token_ids=(2,),
-)  # fmt: skip
+INFO = msgspec.structs.replace(
+    FAKE, max_model_len=1500, context_tokens=1500, vocab_size=100, kv_tokens_total=1600, max_queued_requests=100
+)
 
 
 TRUTH = small_machine()

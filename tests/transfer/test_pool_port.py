@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from tests.helpers.engine_fixtures import INFO
 from tests.helpers.kv_ends import End, meet
 from tests.helpers.random_weights import random_decoder, reference_config
 from tests.helpers.unit_latency import small_machine
@@ -24,7 +26,7 @@ from headway.runtime.assembly.engine_process import WallClock
 from headway.runtime.assembly.single_process import SingleProcessExecutor
 from headway.runtime.cluster.agent import KvConnectorScheduler
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.engine.protocol import EngineInfo, FromInstance, ReserveKv, SendKv, SpanTaskLost, SubmitRequest
+from headway.runtime.engine.protocol import FromInstance, ReserveKv, SendKv, SpanTaskLost, SubmitRequest
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.kv_transfer.peers import PeerStream
 from headway.runtime.kv_transfer.port import KvPort
@@ -45,12 +47,9 @@ class Engine:
             "default", policy="fcfs", max_num_batched_tokens=5,
             chunking="static:5",
         )  # fmt: skip
-        info = EngineInfo(
-            model="m", architecture="a", dtype="float32", device="cpu", max_model_len=512, context_tokens=512,
-    vocab_size=shape.vocab_size,
-            kv_tokens_total=BLOCKS * BLOCK, kv_block_tokens=BLOCK, policy="fcfs", chunking="static", mode="default",
-            t_target_s=0.02, max_num_seqs=64, max_queued_requests=8, parameters=1, weights_bytes=4, kv_bytes=4,
-        )  # fmt: skip
+        info = msgspec.structs.replace(
+            INFO, vocab_size=shape.vocab_size, kv_tokens_total=BLOCKS * BLOCK, kv_block_tokens=BLOCK, eos_token_ids=()
+        )
         clock = WallClock()
         self.pool = worker.pool
         self.core = EngineCore(
