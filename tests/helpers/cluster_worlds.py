@@ -6,13 +6,20 @@ from collections.abc import Callable, Sequence
 
 from tests.helpers.unit_latency import small_machine
 
-from headway.perf.hardware import NetworkLink, model
+from headway.perf.hardware import LINKS, NetworkLink, model
+from headway.perf.latency import eq1
 from headway.perf.latency.groups import GroupShape
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.placement.contract import Action, ClusterInstance, ClusterLinks, ClusterSnapshot, Event
+from headway.policy.placement.registry import PolicyContext
+from headway.sim.cluster.simulation import ClusterSimulation
 from headway.sim.cluster.state import ClusterSpec
+from headway.sim.result import SimResult
 from headway.sim.spec import InstanceSpec
 
+TETRIS_CONTEXT = PolicyContext(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))
+TETRIS_LINKS = ClusterLinks(inside=LINKS["nvlink3"], across=LINKS["ib-200"])
+"""What a policy is told of the A100s of Tetris's Table 1."""
 LINK = NetworkLink(name="test", bytes_per_s=1e9, latency_s=0.0, source="test", efficiency=1.0)
 
 
@@ -29,20 +36,26 @@ class PerToken:
 
 
 def cluster(
-    count: int = 4, decode: int = 0, per_node: int = 2, backends: int = 4, balance: bool = False
+    count: int = 4,
+    decode: int = 0,
+    per_node: int = 2,
+    backends: int = 4,
+    balance: bool = False,
+    pool: int = 64_000,
 ) -> ClusterSpec:
-    """`count` mixed instances (prefill where there are decode ones), then decode instances on nodes of their own."""
+    """`count` mixed instances (prefill where there are decode ones), then decode instances on nodes of their own. pool:
+    tokens of KV that each holds."""
     role = "prefill" if decode else "mixed"
-    first = [ClusterInstance(id=i, node=i // per_node, role=role, capacity=64_000) for i in range(count)]
+    first = [ClusterInstance(id=i, node=i // per_node, role=role, capacity=pool) for i in range(count)]
     nodes = -(-count // per_node)
-    rest = [ClusterInstance(id=count + i, node=nodes + i, role="decode", capacity=64_000) for i in range(decode)]
+    rest = [ClusterInstance(id=count + i, node=nodes + i, role="decode", capacity=pool) for i in range(decode)]
     config = SchedulerConfig(
         policy="fcfs",
         chunking="whole",
     )
 
     def engine(group: Sequence[ClusterInstance]) -> InstanceSpec:
-        return InstanceSpec(config=config, latency=small_machine(), kv_tokens=64_000 * len(group), block_tokens=16)
+        return InstanceSpec(config=config, latency=small_machine(), kv_tokens=pool * len(group), block_tokens=16)
 
     return ClusterSpec(
         instances=(*first, *rest),
@@ -53,6 +66,15 @@ def cluster(
         backends=backends,
         balance=balance,
     )
+
+
+def run_to_end(simulation: ClusterSimulation) -> SimResult:
+    """The result of a whole run, after which no block is in use."""
+    simulation.run_events()
+    for engine in simulation.backend.engines.values():
+        engine.replica.block_manager.check()
+        assert engine.replica.block_manager.used_tokens == 0
+    return simulation.result().sim
 
 
 class Scripted:

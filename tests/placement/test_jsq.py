@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.helpers.cluster_worlds import TETRIS_CONTEXT, TETRIS_LINKS
 
 from headway.control.log import replay
 from headway.core.errors import ConfigError
 from headway.core.request import Request
-from headway.perf.hardware import LINKS, model
-from headway.perf.latency import eq1
+from headway.perf.hardware import LINKS
 from headway.policy.placement.contract import (
     ClusterInstance,
     ClusterLinks,
@@ -20,7 +20,7 @@ from headway.policy.placement.contract import (
     EnqueueRequest,
     RequestArrived,
 )
-from headway.policy.placement.registry import PolicyContext, make_placement
+from headway.policy.placement.registry import make_placement
 from headway.sim.cluster.build import cluster_of, placement_of, run_cluster
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.metrics import ttft_s
@@ -28,12 +28,9 @@ from headway.sim.scenario import parse_scenario
 from headway.sim.workload import TraceRequest
 from headway.sim.workload.traces import PromptText, TextPiece
 
-SURROUNDINGS = PolicyContext(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))
-NET = ClusterLinks(inside=LINKS["nvlink3"], across=LINKS["ib-200"])
-
 
 def chosen(state: ClusterState, queue: str, cached: tuple[int, ...] = (), *, affinity: bool = False) -> int:
-    policy = make_placement("jsq", SURROUNDINGS, {"queue": queue, "affinity": affinity})
+    policy = make_placement("jsq", TETRIS_CONTEXT, {"queue": queue, "affinity": affinity})
     request = Request(id="r0", arrival_s=5.0, prompt_tokens=1000, max_output_tokens=5)
     (action,) = policy.on_event(RequestArrived(request, cached), ClusterSnapshot(state, 5.0))
     assert isinstance(action, EnqueueRequest)
@@ -42,7 +39,7 @@ def chosen(state: ClusterState, queue: str, cached: tuple[int, ...] = (), *, aff
 
 
 def test_each_queue_measure_selects_its_own_replica() -> None:
-    state = ClusterState([ClusterInstance(id=i, node=i) for i in range(4)], NET)
+    state = ClusterState([ClusterInstance(id=i, node=i) for i in range(4)], TETRIS_LINKS)
     rows = [(6.0, 100, 9), (5.5, 300, 5), (7.0, 50, 8), (8.0, 400, 2)]
     for i, (free_at_s, queued, running) in enumerate(rows):
         state.put(msgspec.structs.replace(state.instances[i], free_at_s=free_at_s, queued=queued, running=running))
@@ -54,7 +51,7 @@ def test_each_queue_measure_selects_its_own_replica() -> None:
 
 
 def test_affinity_weighs_what_is_cached_against_the_queue() -> None:
-    state = ClusterState([ClusterInstance(id=i, node=i) for i in range(3)], NET)
+    state = ClusterState([ClusterInstance(id=i, node=i) for i in range(3)], TETRIS_LINKS)
     state.put(msgspec.structs.replace(state.instances[2], free_at_s=5.01, queued=300, running=1))
     for queue in ("seconds", "tokens"):
         assert chosen(state, queue, (0, 0, 960)) == 0
@@ -63,7 +60,7 @@ def test_affinity_weighs_what_is_cached_against_the_queue() -> None:
         assert chosen(state, queue, (0, 960, 960), affinity=True) == 1
     slow = LINKS["ib-200"]
     state.links = ClusterLinks(
-        inside=NET.inside, across=msgspec.structs.replace(slow, bytes_per_s=slow.bytes_per_s / 99)
+        inside=TETRIS_LINKS.inside, across=msgspec.structs.replace(slow, bytes_per_s=slow.bytes_per_s / 99)
     )
     assert chosen(state, "seconds", (0, 0, 960), affinity=True) == 2
     state.put(msgspec.structs.replace(state.instances[2], free_at_s=60.0, queued=5000))
@@ -90,7 +87,7 @@ def test_a_decision_log_with_hits_replays() -> None:
 
 
 def test_roles_are_checked() -> None:
-    state = ClusterState([ClusterInstance(id=0, node=0, role="prefill")], NET)
+    state = ClusterState([ClusterInstance(id=0, node=0, role="prefill")], TETRIS_LINKS)
     with pytest.raises(ConfigError, match="role mixed"):
         chosen(state, "seconds")
 

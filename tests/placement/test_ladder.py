@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,14 +11,13 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.cluster_worlds import PerToken, cluster
+from tests.helpers.cluster_worlds import PerToken, cluster, run_to_end
 
 from headway.control.controller import ClusterController
 from headway.core.request import Request, Slo
 from headway.policy.placement.contract import (
     Action,
     ActionRefused,
-    ClusterInstance,
     ClusterSnapshot,
     ClusterState,
     CommitSpans,
@@ -36,7 +34,7 @@ from headway.policy.placement.registry import PolicyContext, make_placement
 from headway.sim.cluster.simulation import ClusterSimulation
 from headway.sim.cluster.state import ClusterSpec
 from headway.sim.result import SimResult
-from headway.sim.spec import InstanceSpec, NoiseSpec, RunSpec
+from headway.sim.spec import NoiseSpec, RunSpec
 from headway.sim.workload import TraceRequest
 
 
@@ -249,18 +247,6 @@ class Watched(LadderPlacement):
         return actions
 
 
-def spec_of(count: int, decode: int, pool: int) -> ClusterSpec:
-    spec = cluster(count, decode)
-    engine = spec.engine
-
-    def sized(group: Sequence[ClusterInstance]) -> InstanceSpec:
-        return replace(engine(group), kv_tokens=pool * len(group))
-
-    return replace(
-        spec, instances=tuple(msgspec.structs.replace(each, capacity=pool) for each in spec.instances), engine=sized
-    )
-
-
 def world(seed: int) -> tuple[ClusterSpec, list[TraceRequest], RunSpec]:
     """Pools of any roles, KV short or not, noise, lengths from a few tokens to more than one instance holds."""
     chance = random.Random(seed)
@@ -275,19 +261,16 @@ def world(seed: int) -> tuple[ClusterSpec, list[TraceRequest], RunSpec]:
         # a decode instance has to hold it alone
         requests.append(TraceRequest(at_s, min(tokens, POOL - 200), chance.randint(1, 30)))
     noise = NoiseSpec("lognormal", 0.4) if chance.random() < 0.5 else NoiseSpec()
-    return spec_of(count, decode, pool), requests, RunSpec(seed=seed, noise=noise)
+    return cluster(count, decode, pool=pool), requests, RunSpec(seed=seed, noise=noise)
 
 
 def run(spec: ClusterSpec, requests: Sequence[TraceRequest], run_spec: RunSpec | None = None) -> SimResult:
     simulation = ClusterSimulation(spec, Watched(spec.policy_context, None), requests, run_spec or RunSpec())
-    simulation.run_events()
-    for engine in simulation.backend.engines.values():
-        engine.replica.block_manager.check()
-        assert engine.replica.block_manager.used_tokens == 0
+    result = run_to_end(simulation)
     policy = simulation.controller.policy
     assert isinstance(policy, LadderPlacement)
     assert [*policy._waiting, *policy._running, *policy._paused, *policy._placed] == []
-    return simulation.result().sim
+    return result
 
 
 @settings(max_examples=25, derandomize=True, deadline=None)
@@ -345,7 +328,7 @@ def test_decode_pools_that_are_full_hold_prompts_back_rather_than_answers_apart(
     """The gap between a request's first two tokens stays short; under Tetris it is as long as the pool is full."""
     gaps = {}
     for name in ("ladder", "tetris"):
-        spec = spec_of(4, 1, POOL)
+        spec = cluster(4, 1, pool=POOL)
         requests = [TraceRequest(0.05 * i, 1500, 200) for i in range(60)]
         simulation = ClusterSimulation(spec, make_placement(name, spec.policy_context), requests, RunSpec())
         simulation.run_events()

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.cluster_worlds import Scripted, cluster
+from tests.helpers.cluster_worlds import TETRIS_CONTEXT, Scripted, cluster
 
 from headway.core.errors import ConfigError
 from headway.core.request import Request
-from headway.perf.hardware import LINKS, model
-from headway.perf.latency import eq1
+from headway.perf.hardware import LINKS
 from headway.perf.latency.groups import GroupShape
 from headway.policy.placement.contract import (
     Action,
@@ -228,9 +227,7 @@ def test_greedy_reproduces_the_example_of_tetris() -> None:
     """§2.4: with 1 s of queue everywhere a prompt of 32k takes all 16 instances."""
     first = [ClusterInstance(id=i, node=i // 8, role="prefill", free_at_s=1.0) for i in range(16)]
     book = ClusterState(first, ClusterLinks(inside=LINKS["nvlink3"], across=LINKS["ib-200"]))
-    policy = make_placement(
-        "loongserve", PolicyContext(latency=eq1.tetris_table1(), shape=model("llama-3-8b")), {"prefill": "greedy"}
-    )
+    policy = make_placement("loongserve", TETRIS_CONTEXT, {"prefill": "greedy"})
     assert isinstance(policy, GreedyDispatch)
     request = Request(id="r0", arrival_s=0.0, prompt_tokens=32_768, max_output_tokens=1)
     (commit,) = policy.on_event(RequestArrived(request), ClusterSnapshot(book, 0.0))

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from tests.helpers.cluster_worlds import TETRIS_CONTEXT, TETRIS_LINKS
 
 from headway.core.errors import ConfigError
 from headway.core.request import Request
-from headway.perf.hardware import LINKS, model
-from headway.perf.latency import eq1
 from headway.policy.placement.contract import (
     ClusterInstance,
-    ClusterLinks,
     ClusterSnapshot,
     ClusterState,
     RequestArrived,
     Role,
 )
-from headway.policy.placement.registry import PolicyContext, make_placement, names
+from headway.policy.placement.registry import make_placement, names
 
-SURROUNDINGS = PolicyContext(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))
-NET = ClusterLinks(inside=LINKS["nvlink3"], across=LINKS["ib-200"])
 ROLES: tuple[tuple[Role, ...], ...] = (
     (), ("decode",), ("decode", "decode"), ("prefill",), ("mixed",), ("prefill", "decode"), ("mixed", "decode"),
     ("prefill", "prefill"), ("mixed", "mixed", "decode"),
@@ -28,7 +24,7 @@ ROLES: tuple[tuple[Role, ...], ...] = (
 
 def view(roles: tuple[Role, ...]) -> ClusterSnapshot:
     each = [ClusterInstance(id=i, node=0, role=role, capacity=1 << 20) for i, role in enumerate(roles)]
-    return ClusterSnapshot(ClusterState(each, NET), 0.0)
+    return ClusterSnapshot(ClusterState(each, TETRIS_LINKS), 0.0)
 
 
 @pytest.mark.parametrize("name", names())
@@ -37,7 +33,7 @@ def view(roles: tuple[Role, ...]) -> ClusterSnapshot:
 def test_every_policy_places_a_request_or_names_the_missing_role(
     name: str, roles: tuple[Role, ...], tokens: int
 ) -> None:
-    policy = make_placement(name, SURROUNDINGS)
+    policy = make_placement(name, TETRIS_CONTEXT)
     request = Request(id="r", arrival_s=0.0, prompt_tokens=tokens, max_output_tokens=5)
     why = None
     try:

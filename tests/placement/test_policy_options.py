@@ -6,11 +6,10 @@ import math
 from typing import Any
 
 import pytest
+from tests.helpers.cluster_worlds import TETRIS_CONTEXT
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware import model
-from headway.perf.latency import eq1
-from headway.policy.placement.registry import PolicyContext, check_options, make_placement, names, options_of
+from headway.policy.placement.registry import check_options, make_placement, names, options_of
 
 
 def _numbers() -> list[tuple[str, str, float]]:
@@ -54,5 +53,5 @@ def test_bad_options_are_named_in_the_error(policy: str, options: dict[str, Any]
 
 
 def test_ageing_may_be_turned_off() -> None:
-    context = PolicyContext(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))
+    context = TETRIS_CONTEXT
     assert make_placement("pecsched", context, {"ageing": "off"}).next_wakeup(0.0) is None

@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.helpers.cluster_worlds import TETRIS_CONTEXT, TETRIS_LINKS
 
 from headway.control.backend import ActionImpossible
 from headway.control.dispatch import check_capable
 from headway.control.log import replay
 from headway.core.request import Request
-from headway.perf.hardware import LINKS, model
-from headway.perf.latency import eq1
+from headway.perf.hardware import LINKS
 from headway.perf.latency.groups import GroupShape
 from headway.policy.placement.contract import (
     HTTP_CAPABILITIES,
@@ -30,7 +30,7 @@ from headway.policy.placement.contract import (
     RequestArrived,
 )
 from headway.policy.placement.kv_places import cheapest_start, copy_seconds, longest_prefix
-from headway.policy.placement.registry import PolicyContext, make_placement
+from headway.policy.placement.registry import make_placement
 from headway.sim.cluster.build import cluster_of, placement_of
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.metrics import ttft_s
@@ -39,8 +39,6 @@ from headway.sim.scenario import parse_scenario
 from headway.sim.workload import TraceRequest
 from headway.sim.workload.traces import PromptText, TextPiece
 
-CONTEXT = PolicyContext(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))
-NET = ClusterLinks(inside=LINKS["nvlink3"], across=LINKS["ib-200"])
 ALONE = GroupShape(1)
 
 
@@ -49,7 +47,7 @@ def slow(times: float) -> ClusterLinks:
     return ClusterLinks(inside=across, across=across)
 
 
-def state_of(links: ClusterLinks = NET, prefill: int = 4, decode: int = 1) -> ClusterState:
+def state_of(links: ClusterLinks = TETRIS_LINKS, prefill: int = 4, decode: int = 1) -> ClusterState:
     roles = ["prefill"] * prefill + ["decode"] * decode
     instances = [ClusterInstance(id=i, node=i // 4, role=role, capacity=400_000) for i, role in enumerate(roles)]
     return ClusterState(instances, links)
@@ -59,8 +57,10 @@ def asked(tokens: int) -> Request:
     return Request(id="r0", arrival_s=0.0, prompt_tokens=tokens, max_output_tokens=5)
 
 
-def decided(name: str, tokens: int, cached: tuple[int, ...], links: ClusterLinks = NET, **options: Any) -> Action:
-    policy = make_placement(name, CONTEXT, {"affinity": True, **options})
+def decided(
+    name: str, tokens: int, cached: tuple[int, ...], links: ClusterLinks = TETRIS_LINKS, **options: Any
+) -> Action:
+    policy = make_placement(name, TETRIS_CONTEXT, {"affinity": True, **options})
     actions = policy.on_event(RequestArrived(asked(tokens), cached), ClusterSnapshot(state_of(links), 0.0))
     return actions[0]
 
@@ -69,30 +69,30 @@ def decided(name: str, tokens: int, cached: tuple[int, ...], links: ClusterLinks
 
 
 def test_a_copy_is_charged_with_what_the_group_lacks_over_the_slowest_link() -> None:
-    view, per_token = ClusterSnapshot(state_of(), 0.0), CONTEXT.shape.kv_bytes_per_token
-    assert copy_seconds(1000, 4, (4,), view, CONTEXT) == 0.0
-    assert copy_seconds(0, 4, (0,), view, CONTEXT) == 0.0
-    assert copy_seconds(1000, 4, (0,), view, CONTEXT) == NET.across.transfer_s(1000 * per_token)
-    assert copy_seconds(1000, 1, (0,), view, CONTEXT) == NET.inside.transfer_s(1000 * per_token)
-    assert copy_seconds(1000, 1, (0, 1, 2, 3), view, CONTEXT) == NET.inside.transfer_s(750 * per_token)
+    view, per_token = ClusterSnapshot(state_of(), 0.0), TETRIS_CONTEXT.shape.kv_bytes_per_token
+    assert copy_seconds(1000, 4, (4,), view, TETRIS_CONTEXT) == 0.0
+    assert copy_seconds(0, 4, (0,), view, TETRIS_CONTEXT) == 0.0
+    assert copy_seconds(1000, 4, (0,), view, TETRIS_CONTEXT) == TETRIS_LINKS.across.transfer_s(1000 * per_token)
+    assert copy_seconds(1000, 1, (0,), view, TETRIS_CONTEXT) == TETRIS_LINKS.inside.transfer_s(1000 * per_token)
+    assert copy_seconds(1000, 1, (0, 1, 2, 3), view, TETRIS_CONTEXT) == TETRIS_LINKS.inside.transfer_s(750 * per_token)
 
 
 def test_the_faster_of_copy_and_recomputation_is_chosen() -> None:
     assert longest_prefix((0, 64, 64)) == CachedPrefix(1, 64)
     assert longest_prefix(()) is None
     request, view = asked(20_000), ClusterSnapshot(state_of(), 0.0)
-    start = cheapest_start(request, (0, 6400, 0, 0, 12_800), 1, view, CONTEXT)
-    copy_s = copy_seconds(6400, 4, (1,), view, CONTEXT)  # what instance 1 has is not sent
+    start = cheapest_start(request, (0, 6400, 0, 0, 12_800), 1, view, TETRIS_CONTEXT)
+    copy_s = copy_seconds(6400, 4, (1,), view, TETRIS_CONTEXT)  # what instance 1 has is not sent
     assert start.prefix == CachedPrefix(4, 12_800, copy_s)
     # attention still reads the prefix
-    behind_s = CONTEXT.latency.prefill_s(12_800, 7200, ALONE)
+    behind_s = TETRIS_CONTEXT.latency.prefill_s(12_800, 7200, ALONE)
     assert start.seconds == copy_s + behind_s
-    assert behind_s > CONTEXT.latency.prefill_s(0, 7200, ALONE)
+    assert behind_s > TETRIS_CONTEXT.latency.prefill_s(0, 7200, ALONE)
     over_slow_links = cheapest_start(
-        request, (0, 6400, 0, 0, 12_800), 1, ClusterSnapshot(state_of(slow(1e4)), 0.0), CONTEXT
+        request, (0, 6400, 0, 0, 12_800), 1, ClusterSnapshot(state_of(slow(1e4)), 0.0), TETRIS_CONTEXT
     )
     assert over_slow_links.prefix == CachedPrefix(1, 6400)
-    assert cheapest_start(request, (), 1, view, CONTEXT).prefix is None
+    assert cheapest_start(request, (), 1, view, TETRIS_CONTEXT).prefix is None
 
 
 # -- plans ---------------------------------------------------------------------------------------------------------
@@ -104,7 +104,9 @@ def test_plans_begin_behind_a_prefix_that_is_copied_in_time() -> None:
     assert action.spans[0].start == 64_000
     assert action.prefix is not None
     view = ClusterSnapshot(state_of(), 0.0)
-    assert action.prefix == CachedPrefix(4, 64_000, copy_seconds(64_000, 4, action.spans[0].group, view, CONTEXT))
+    assert action.prefix == CachedPrefix(
+        4, 64_000, copy_seconds(64_000, 4, action.spans[0].group, view, TETRIS_CONTEXT)
+    )
     whole = decided("tetris", 100_000, (0, 0, 0, 0, 64_000), slow(1e4))
     assert isinstance(whole, CommitSpans)
     assert (whole.spans[0].start, whole.prefix) == (0, None)
@@ -136,7 +138,7 @@ def test_pecsched_keeps_requests_long_that_no_replica_holds_alone() -> None:
 
 # -- live: nothing is copied -----------------------------------------------------------------------------------------
 
-LIVE = msgspec.structs.replace(CONTEXT, copies_prefixes=False)
+LIVE = msgspec.structs.replace(TETRIS_CONTEXT, copies_prefixes=False)
 
 
 def decided_live(

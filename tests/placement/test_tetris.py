@@ -7,14 +7,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.helpers.cluster_worlds import TETRIS_CONTEXT, TETRIS_LINKS
 
 from headway.core.errors import ConfigError
 from headway.core.request import Request
-from headway.perf.hardware import LINKS, model
-from headway.perf.latency import eq1
 from headway.policy.placement.contract import (
     ClusterInstance,
-    ClusterLinks,
     ClusterSnapshot,
     ClusterState,
     CommitSpans,
@@ -25,16 +23,13 @@ from headway.policy.placement.contract import (
     load_rates,
 )
 from headway.policy.placement.kv_places import DecodePlacement
-from headway.policy.placement.registry import PolicyContext, make_placement
-
-NET = ClusterLinks(inside=LINKS["nvlink3"], across=LINKS["ib-200"])
-CONTEXT = PolicyContext(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))
+from headway.policy.placement.registry import make_placement
 
 
 def book(prefill: int = 16, decode: int = 2) -> ClusterState:
     first = [ClusterInstance(id=i, node=i // 8, role="prefill") for i in range(prefill)]
     rest = [ClusterInstance(id=prefill + i, node=9 + i, role="decode", tp=8, capacity=100_000) for i in range(decode)]
-    return ClusterState((*first, *rest), NET)
+    return ClusterState((*first, *rest), TETRIS_LINKS)
 
 
 def request(tokens: int, name: str = "r0", output: int = 10) -> Request:
@@ -47,7 +42,7 @@ def test_plan_becomes_nested_spans_with_transfers() -> None:
         state.put(msgspec.structs.replace(state.instances[i], free_at_s=9.0))
     for i in (16, 17):
         state.put(msgspec.structs.replace(state.instances[i], capacity=200_000))
-    policy = make_placement("tetris", CONTEXT, {"rate": 0.05})
+    policy = make_placement("tetris", TETRIS_CONTEXT, {"rate": 0.05})
     commit, *transfers = policy.on_event(RequestArrived(request(131_072)), ClusterSnapshot(state, 8.0))
     assert isinstance(commit, CommitSpans)
     assert len(commit.spans) > 1
@@ -55,7 +50,7 @@ def test_plan_becomes_nested_spans_with_transfers() -> None:
     assert all(a.end == b.start and set(a.group) < set(b.group) for a, b in pairwise(commit.spans))
     # one transfer for each span, all to the decode instance chosen at the commit
     assert transfers == [TransferKv("r0", 16, index) for index in range(len(commit.spans))]
-    single = make_placement("tetris", CONTEXT, {"rate": 0.05, "single_chunk": True})
+    single = make_placement("tetris", TETRIS_CONTEXT, {"rate": 0.05, "single_chunk": True})
     alone = single.on_event(RequestArrived(request(131_072, output=1)), ClusterSnapshot(state, 8.0))
     assert [len(action.spans) for action in alone if isinstance(action, CommitSpans)] == [1]
     assert len(alone) == 1

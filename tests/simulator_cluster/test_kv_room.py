@@ -7,17 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.helpers.cluster_worlds import Scripted, cluster
+from tests.helpers.cluster_worlds import Scripted, cluster, run_to_end
 
 from headway.control.kv import KvClaim, gives_way
 from headway.core.request import Span
 from headway.policy.placement.contract import (
     Action,
-    ClusterInstance,
     ClusterSnapshot,
     CommitSpans,
     EnqueueRequest,
@@ -36,7 +34,7 @@ from headway.sim.cluster.backend import SimulatedKvRoom
 from headway.sim.cluster.simulation import ClusterSimulation
 from headway.sim.cluster.state import ClusterSpec
 from headway.sim.result import SimResult
-from headway.sim.spec import InstanceSpec, RunSpec
+from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
 
 POOL = 4000
@@ -54,25 +52,10 @@ POLICIES: list[tuple[str, dict[str, Any], int, int]] = [
 ]
 
 
-def spec_of(count: int, decode: int, pool: int, counted: bool = True) -> ClusterSpec:
-    spec = cluster(count, decode)
-    made = spec.engine
-
-    def engine(group: Sequence[ClusterInstance]) -> InstanceSpec:
-        return replace(made(group), kv_tokens=pool * len(group))
-
-    instances = tuple(msgspec.structs.replace(each, capacity=pool) for each in spec.instances)
-    return replace(spec, instances=instances, engine=engine, kv_reservations=counted)
-
-
 def run(spec: ClusterSpec, policy: PlacementPolicy, workload: Sequence[TraceRequest]) -> tuple[SimResult, int]:
-    """The result, and how many transfers waited. No block may be left in use."""
+    """The result, and how many transfers waited."""
     simulation = ClusterSimulation(spec, policy, workload, RunSpec())
-    simulation.run_events()
-    for engine in simulation.backend.engines.values():
-        engine.replica.block_manager.check()
-        assert engine.replica.block_manager.used_tokens == 0
-    return simulation.result().sim, 0 if simulation.backend.kv is None else simulation.backend.kv.waited
+    return run_to_end(simulation), 0 if simulation.backend.kv is None else simulation.backend.kv.waited
 
 
 def requests_of(seed: int, count: int) -> list[TraceRequest]:
@@ -88,16 +71,33 @@ def requests_of(seed: int, count: int) -> list[TraceRequest]:
 def test_prompts_that_do_not_fit_together_are_all_answered_and_leave_no_block_behind(
     name: str, options: dict[str, Any], count: int, decode: int, seed: int
 ) -> None:
-    spec = spec_of(count, decode, POOL)
-    result, _ = run(spec, make_placement(name, spec.policy_context, options), requests_of(seed, 40))
+    """And where no deadlock is searched, for there can be none, none is found."""
+    may_deadlock = SimulatedKvRoom._may_deadlock
+    searched: list[bool] = []
+
+    def always(room: SimulatedKvRoom) -> bool:
+        searched.append(may_deadlock(room))
+        return True
+
+    def checked(claims: Sequence[KvClaim], total: Callable[[int], int]) -> tuple[str, bool] | None:
+        found = gives_way(claims, total)
+        assert found is None or searched[-1], found
+        return found
+
+    spec = cluster(count, decode, pool=POOL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SimulatedKvRoom, "_may_deadlock", always)
+        patch.setattr("headway.sim.cluster.backend.gives_way", checked)
+        result, _ = run(spec, make_placement(name, spec.policy_context, options), requests_of(seed, 40))
     assert all(record.ok for record in result.records)
+    assert searched or name == "jsq", "under jsq schedulers have all KV"
 
 
 @pytest.mark.parametrize("options", [{}, {"long_sp": 2, "long_replicas": "fixed"}, {"disaggregate": False}])
 @pytest.mark.parametrize("tokens", [15_000, 17_000, 17_500, 19_000])
 def test_no_prompt_is_paused_for_others_whose_kv_does_not_fit_beside_it(options: dict[str, Any], tokens: int) -> None:
     """They waited for its blocks, and it for them."""
-    spec = spec_of(2, 2, 10_000)
+    spec = cluster(2, 2, pool=10_000)
     policy = make_placement("pecsched", spec.policy_context, {"long_tokens": 5000, **options})
     shorts = [TraceRequest(0.01 * (1 + i), 1500, 20) for i in range(4)]
     result, _ = run(spec, policy, [TraceRequest(0.0, tokens, 20), *shorts])
@@ -113,7 +113,7 @@ def test_with_room_for_all_nothing_is_other_than_without_the_count(
 ) -> None:
     found = []
     for counted in (False, True):
-        spec = spec_of(count, decode, 1_000_000, counted)
+        spec = replace(cluster(count, decode, pool=1_000_000), kv_reservations=counted)
         # policies that look at KV in use see more of it: only what they decide has to be the same
         found.append(run(spec, make_placement(name, spec.policy_context, options), requests_of(7, 40))[0].records)
     assert found[0] == found[1]
@@ -122,7 +122,7 @@ def test_with_room_for_all_nothing_is_other_than_without_the_count(
 def test_transfers_wait_for_decodes_to_end_where_the_decode_pool_is_small() -> None:
     times = []
     for counted in (False, True):
-        spec = spec_of(4, 1, POOL, counted)
+        spec = replace(cluster(4, 1, pool=POOL), kv_reservations=counted)
         result, waited = run(spec, make_placement("tetris", spec.policy_context, {}), requests_of(3, 40))
         assert all(record.ok for record in result.records)
         assert (waited > 10) == counted
@@ -135,36 +135,10 @@ def test_transfers_that_hold_nothing_where_others_wait_need_no_search_for_deadlo
 ) -> None:
     """Thousands may wait, and the search is over all of them."""
     monkeypatch.delattr("headway.sim.cluster.backend.gives_way")
-    spec = spec_of(4, 1, POOL)
+    spec = cluster(4, 1, pool=POOL)
     result, waited = run(spec, make_placement("tetris", spec.policy_context, {}), requests_of(3, 40))
     assert waited > 10
     assert all(record.ok for record in result.records)
-
-
-@pytest.mark.parametrize(("name", "options", "count", "decode"), POLICIES[:-1])  # under jsq schedulers have all KV
-@settings(max_examples=5, derandomize=True, deadline=None)
-@given(seed=st.integers(0, 1 << 20))
-def test_where_no_deadlock_is_searched_there_is_none(
-    name: str, options: dict[str, Any], count: int, decode: int, seed: int
-) -> None:
-    may_deadlock = SimulatedKvRoom._may_deadlock
-    searched: list[bool] = []
-
-    def always(room: SimulatedKvRoom) -> bool:
-        searched.append(may_deadlock(room))
-        return True
-
-    def checked(claims: Sequence[KvClaim], total: Callable[[int], int]) -> tuple[str, bool] | None:
-        found = gives_way(claims, total)
-        assert found is None or searched[-1], found
-        return found
-
-    spec = spec_of(count, decode, POOL)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SimulatedKvRoom, "_may_deadlock", always)
-        patch.setattr("headway.sim.cluster.backend.gives_way", checked)
-        run(spec, make_placement(name, spec.policy_context, options), requests_of(seed, 40))
-    assert searched
 
 
 def _to_decode(event: Event, view: ClusterSnapshot) -> list[Action]:
@@ -184,9 +158,8 @@ def test_a_prompt_begins_when_the_one_before_has_left_its_blocks() -> None:
     began = {}
     for counted in (False, True):
         policy = Scripted(_to_decode)
-        result, _ = run(
-            spec_of(1, 1, POOL, counted), policy, [TraceRequest(0.0, 2500, 50), TraceRequest(0.0, 2500, 50)]
-        )
+        spec = replace(cluster(1, 1, pool=POOL), kv_reservations=counted)
+        result, _ = run(spec, policy, [TraceRequest(0.0, 2500, 50), TraceRequest(0.0, 2500, 50)])
         assert all(record.ok for record in result.records)
         began[counted] = result.records[1].scheduled_s
         ready = policy.times(KvReady)
@@ -205,7 +178,7 @@ def test_of_requests_that_wait_for_each_others_blocks_the_last_gives_way_and_the
         return []
 
     workload = [TraceRequest(0.0, 3000, 20), TraceRequest(0.0, 3000, 20)]
-    result, waited = run(spec_of(2, 0, POOL), Scripted(crossed), workload)
+    result, waited = run(cluster(2, 0, pool=POOL), Scripted(crossed), workload)
     first, last = result.records
     assert waited == 2
     assert first.ok
@@ -213,7 +186,7 @@ def test_of_requests_that_wait_for_each_others_blocks_the_last_gives_way_and_the
 
 
 def test_kv_that_no_pool_can_hold_is_refused_and_does_not_wait() -> None:
-    result, waited = run(spec_of(1, 1, 1000), Scripted(_to_decode), [TraceRequest(0.0, 2000, 20)])
+    result, waited = run(cluster(1, 1, pool=1000), Scripted(_to_decode), [TraceRequest(0.0, 2000, 20)])
     assert waited == 0
     assert result.records[0].error
 
@@ -222,7 +195,7 @@ def test_kv_that_no_pool_can_hold_is_refused_and_does_not_wait() -> None:
 def test_a_request_larger_than_a_pool_is_served_by_a_group_and_a_longer_one_is_refused_as_live(
     name: str, options: dict[str, Any], count: int, decode: int
 ) -> None:
-    spec = spec_of(count, decode, POOL)
+    spec = cluster(count, decode, pool=POOL)
     longest = longest_request(name, options, False, spec.instances)
     sizes = [(POOL * 8 // 5, 30), (200, 20), (POOL * 8 // 5, 30), (300, 20), (longest, 1)]
     requests = [TraceRequest(0.1 * at, prompt, output) for at, (prompt, output) in enumerate(sizes)]
@@ -238,7 +211,7 @@ def test_the_decode_of_a_group_takes_kv_of_its_members() -> None:
     """Short prompts beside it wait for what is left."""
     ends = []
     for pool in (POOL, 1_000_000):
-        spec = spec_of(2, 0, pool)
+        spec = cluster(2, 0, pool=pool)
         options = {"long_tokens": 5000, "long_replicas": "fixed", "long_sp": 2, "disaggregate": False}
         shorts = [TraceRequest(3.3, 700, 100) for _ in range(12)]
         policy = make_placement("pecsched", spec.policy_context, options)
