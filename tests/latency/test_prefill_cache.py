@@ -64,21 +64,6 @@ def test_minimum_chunk_is_used_where_no_chunk_fits_the_budget() -> None:
     assert cache.total_s(16_000) == pytest.approx(1000 * (0.01 + 16e-4))
 
 
-def test_the_worked_examples_cache_is_linear() -> None:
-    cache = PrefillCache(Linear(0.01), 0.01)
-    assert [cache.total_s(n) for n in (1, 50, 1000)] == pytest.approx([0.01, 0.5, 10.0])
-
-
-def test_rebuild_follows_a_model_that_has_learned() -> None:
-    model = CorrectedLatency(Linear(0.01))
-    cache = PrefillCache(model, 0.01)
-    assert cache.total_s(1000) == pytest.approx(10.0)
-    for _ in range(200):
-        model.observe(BatchLoad(100), 2.0)
-    cache.rebuild()
-    assert cache.total_s(1000) == pytest.approx(20.0, rel=0.05)
-
-
 def test_refresh_follows_a_model_that_has_learned_and_only_then() -> None:
     model = CorrectedLatency(gpu_roofline())
     cache = PrefillCache(model, 0.02)

@@ -16,7 +16,7 @@ from headway.policy.placement.cdsp import CdspPlanner, ChunkAllocation, native_s
 from headway_research.tetris.literal import LiteralPlanner
 
 TABLE = eq1.extended(eq1.tetris_table1(), 128)
-STATE_COUNT = 5_000
+STATE_COUNT = 1_500
 HAVE_NATIVE = native_search([[0]], [(1, TABLE.sizes[1])], True) is not None
 
 
