@@ -18,30 +18,21 @@ EPSILON = 1e-9
 
 @MANY
 @given(settings_of(), works())
-def test_prefetch_is_at_most_packing_at_most_serial(setting: OperatorSetting, work: IterationWork) -> None:
+def test_schedules_are_ordered_beat_no_bound_and_fetch_every_byte_once(
+    setting: OperatorSetting, work: IterationWork
+) -> None:
+    """Prefetch takes at most packing's time, and that at most the serial one's; none less than its bytes and its
+    arithmetic; and the buffer never overflows."""
     report = evaluate(setting, work)
     prefetch, packing, serial = (report.total_s(mode) for mode in ("prefetch", "packing", "serial"))
     assert prefetch <= packing * (1 + EPSILON) <= serial * (1 + 2 * EPSILON)
     assert report.prefetch.total_s <= report.packing.total_s * (1 + EPSILON)
-
-
-@MANY
-@given(settings_of(), works())
-def test_no_schedule_beats_its_bytes_or_its_arithmetic(setting: OperatorSetting, work: IterationWork) -> None:
-    report = evaluate(setting, work)
     for line in (report.packing, report.prefetch, report.prefill, report.decode):
         if line is not None:
             least_s = max(line.hbm_bytes / setting.machine.bandwidth, line.compute_s)
             assert line.total_s >= least_s * (1 - EPSILON)
     assert report.packing.hbm_bytes == report.prefetch.hbm_bytes  # prefetch moves bytes in time, it makes none
-
-
-@MANY
-@given(settings_of(), works())
-def test_every_kv_byte_is_fetched_once_and_the_buffer_never_overflows(
-    setting: OperatorSetting, work: IterationWork
-) -> None:
-    line = evaluate(setting, work).prefetch
+    line = report.prefetch
     ahead = sum(slot.prefetched for slot in line.slots)
     decode = [slot for slot in line.slots if slot.op.name == "decode attention"]
     wanted = sum(slot.op.hbm_bytes for slot in decode)
@@ -56,16 +47,13 @@ def test_every_kv_byte_is_fetched_once_and_the_buffer_never_overflows(
 
 
 @FEW
-@given(settings_of(), works())
-def test_without_a_buffer_prefetch_is_packing(setting: OperatorSetting, work: IterationWork) -> None:
-    report = evaluate(setting._replace(machine=setting.machine.with_(prefetch_bytes=0)), work)
-    assert report.prefetch.total_s == report.packing.total_s
-
-
-@FEW
 @given(settings_of(), works(), st.sampled_from((1.1, 2.0, 7.0)))
-def test_more_buffer_and_more_bandwidth_never_hurt(setting: OperatorSetting, work: IterationWork, times: float) -> None:
+def test_more_buffer_and_more_bandwidth_never_hurt_and_without_a_buffer_prefetch_is_packing(
+    setting: OperatorSetting, work: IterationWork, times: float
+) -> None:
     on = setting.machine
+    without = evaluate(setting._replace(machine=on.with_(prefetch_bytes=0)), work)
+    assert without.prefetch.total_s == without.packing.total_s
     base = evaluate(setting, work)
     for changes in (
         {"prefetch_bytes": int(on.prefetch_bytes * times) + (1 << 20)},

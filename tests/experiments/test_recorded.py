@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from headway_research.base import ClaimRow, ExperimentReport, RunOptions
+from headway_research.base import SCHEMA, ClaimRow, ExperimentReport, RunOptions
 from headway_research.papers import PAPERS
 from headway_research.recorded import (
     NO_PAPER,
@@ -22,7 +24,7 @@ from headway_research.recorded import (
     write,
 )
 from headway_research.registry import EXPERIMENTS, experiment, listing
-from headway_research.verdicts import band, judge
+from headway_research.verdicts import allowed, band, judge
 
 TIMED = {"tetris.table2", "pecsched.table7", "pecsched.fig15"}
 """By the machine's clock: no two runs are alike."""
@@ -52,11 +54,28 @@ def test_what_is_laid_to_the_paper_or_its_setting_is_shown_by_a_row() -> None:
             assert [row for row in recorded()[name].rows if row.claim == claim], cause.shown
 
 
+def check_report(name: str, data: dict[str, Any]) -> None:
+    """An experiment's rows have what a reader asks for, and verdicts that there are."""
+    assert (data["schema"], data["id"]) == (SCHEMA, name)
+    assert set(data) == {"schema", "id", "source", "rows", "panels"}
+    assert {"latency", "scenario", "seeds", "window_s"} <= set(data["source"])
+    assert data["rows"]
+    for row in data["rows"]:
+        assert set(row) == {"claim", "paper", "ours", "kind", "verdict", "why"}
+        assert set(row["ours"]) == {"paper_mode", "default_mode"}
+        assert allowed(row["verdict"]), row["verdict"]
+        assert row["why"]
+    json.dumps(data, allow_nan=False)
+    claims = [row["claim"] for row in data["rows"]]
+    assert len(set(claims)) == len(claims)
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name in SIMULATED else ()) for name in SHORT]
 )
 def test_what_is_recorded_is_what_the_code_gives(name: str) -> None:
-    data = experiment(name)(RunOptions()).to_json(name)
+    data: dict[str, Any] = experiment(name)(RunOptions()).to_json(name)
+    check_report(name, data)
     again = f"`python scripts/record_reproductions.py {name}`, then causes.yaml and make docs"
     assert to_record(data, data, 0.0).rows == recorded()[name].rows, again
 

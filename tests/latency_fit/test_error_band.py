@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.perf.hardware import ParallelLayout, model
-from headway.perf.latency.base import BatchLoad, decode_load, load_s
+from headway.perf.latency.base import BatchLoad, LatencyModel, decode_load, load_s
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.device_fit import DERIVED_BANDS
 from headway.perf.latency.fitted import (
@@ -28,10 +28,16 @@ from headway.perf.latency.table import MachineRates, roofline
 H100 = fitted("h100", "llama-3-8b", ParallelLayout(tp=8))
 
 
+def band_of(model: LatencyModel, load: BatchLoad | int) -> ErrorBand:
+    """Of an iteration, or of a prompt of so many tokens."""
+    band = prefill_band(model, load) if isinstance(load, int) else error_band(model, load)
+    assert band is not None
+    return band
+
+
 def test_a_band_holds_the_prediction_of_the_model() -> None:
     load = decode_load(H100, 64, 64 * 8000).with_chunk(512, H100.attention_s(4000, 512), 4000)
-    band = error_band(H100, load)
-    assert band is not None
+    band = band_of(H100, load)
     assert band.seconds == pytest.approx(load_s(H100, load))
     assert 0.0 < band.seconds < band.high_s
     assert band.extrapolated == ()
@@ -39,10 +45,7 @@ def test_a_band_holds_the_prediction_of_the_model() -> None:
 
 
 def test_histories_beyond_the_profiles_are_named_and_widen_the_band() -> None:
-    near, far, farther = (prefill_band(H100, n) for n in (12_000, 131_072, 1_000_000))
-    assert near is not None
-    assert far is not None
-    assert farther is not None
+    near, far, farther = (band_of(H100, n) for n in (12_000, 131_072, 1_000_000))
     assert near.extrapolated == ()
     assert far.extrapolated == farther.extrapolated == ("history",)
     assert near.share < far.share < farther.share
@@ -50,11 +53,9 @@ def test_histories_beyond_the_profiles_are_named_and_widen_the_band() -> None:
 
 
 def test_a_long_decode_and_a_large_batch_are_named() -> None:
-    decode = error_band(H100, decode_load(H100, 1, 1_000_000))
-    rows = error_band(H100, BatchLoad(tokens=30_000))
-    assert decode is not None
+    decode = band_of(H100, decode_load(H100, 1, 1_000_000))
+    rows = band_of(H100, BatchLoad(tokens=30_000))
     assert decode.extrapolated == ("decode history",)
-    assert rows is not None
     assert rows.extrapolated == ("rows",)
 
 
@@ -62,8 +63,7 @@ def test_more_decodes_than_were_measured_are_named_and_widen_the_band() -> None:
     # Measured up to 32,768 rows, so that only the decodes lie outside.
     a100 = fitted("a100", "llama-3-8b", ParallelLayout(tp=8))
     most = a100.source.details["validated"]["decode_batch"]
-    bands = [error_band(a100, decode_load(a100, count, count * 512)) for count in (most, 2 * most, 4 * most)]
-    near, far, farther = (band for band in bands if band is not None)
+    near, far, farther = (band_of(a100, decode_load(a100, n, n * 512)) for n in (most, 2 * most, 4 * most))
     assert near.extrapolated == ()
     assert far.extrapolated == farther.extrapolated == ("decode batch",)
     assert near.share < far.share < farther.share
@@ -71,41 +71,30 @@ def test_more_decodes_than_were_measured_are_named_and_widen_the_band() -> None:
 
 def test_all_reduces_by_data_sheet_widen_the_band_by_their_part_of_the_time() -> None:
     rows = BatchLoad(tokens=2048)
-    measured = error_band(H100, rows)
+    measured = band_of(H100, rows)
     sheet = fitted("h100", "llama-3-8b", ParallelLayout(tp=8, inside="pcie5"))
-    derived = error_band(sheet, rows)
-    assert measured is not None
-    assert derived is not None
+    derived = band_of(sheet, rows)
     assert sheet.source.details["families"]["collectives"].startswith("derived")
     assert 0.0 < H100.source.details["collective_share"] < sheet.source.details["collective_share"] < 1.0
     assert measured.share < derived.share <= DERIVED_BANDS["collectives"]
 
 
 def test_a_device_without_profiles_has_a_wider_band_and_says_derived() -> None:
-    own, other = prefill_band(H100, 8192), prefill_band(fitted("h20-96gb", "llama-3-8b"), 8192)
-    assert own is not None
-    assert other is not None
+    own, other = band_of(H100, 8192), band_of(fitted("h20-96gb", "llama-3-8b"), 8192)
     assert other.derived
     assert other.words().endswith("derived")
     assert other.share > own.share
 
 
-def test_a_corrected_model_has_the_band_of_its_table() -> None:
+def test_a_corrected_model_has_the_band_of_its_table_and_one_without_a_table_has_none() -> None:
     assert table_source(CorrectedLatency(H100)) is H100.source
-
-
-def test_a_model_without_a_table_has_no_band() -> None:
-    class Bare:
-        pass
-
-    assert table_source(Bare()) is None
+    assert table_source(object()) is None
 
 
 def test_a_roofline_counts_as_derived_from_data_sheets() -> None:
-    band = prefill_band(
+    band = band_of(
         roofline(model("llama-3-8b"), MachineRates(linear_flops=4e14, attention_flops=3e14, bandwidth=3e12)), 2048
     )
-    assert band is not None
     assert band.derived
     assert band.share >= 0.26
 
