@@ -1,5 +1,5 @@
 """Parity over virtual ranks: five families, every product of tensor, pipeline and KV parallelism, chunkings and
-neighbours that hypothesis picks. Greedy fp32 tokens equal transformers' and one process'; logits are within a bound."""
+neighbours that hypothesis picks. Greedy fp32 tokens equal transformers'; logits are within a bound."""
 
 from __future__ import annotations
 
@@ -28,6 +28,12 @@ LARGER = ("T4S2", "T4S4", "K4", "S3K3", "T4S2K2")
 """With two KV heads, T4 copies each to two ranks; five layers make stages of unequal size."""
 EACH_ONCE = [(FAMILIES[number % len(FAMILIES)], name) for number, name in enumerate(LAYOUTS)]
 """Each layout, and each family twice."""
+TWICE = [
+    (FAMILIES[(number + shift) % len(FAMILIES)], name)
+    for number, name in enumerate((*LAYOUTS, *LARGER))
+    for shift in (1, 3)
+]
+"""Each layout with two families; with all of them: `test_logits_equal_transformers_in_every_chunking`."""
 LONG = pytest.mark.long
 PHASES = (Phase.explicit, Phase.generate)
 """Cases are small as they come, and each costs a world: no shrinking."""
@@ -61,7 +67,13 @@ def check(
         got = serve(core, asks)
         assert len(joins) >= min(world.executor.layout.kvp - 1, (length - 1) // (shard + BLOCK))
     assert got == [expected(family, i, len(ask.prompt), ask.count) for i, ask in enumerate(asks)]
-    assert got == single(checkpoint(family), asks)
+
+
+@pytest.mark.parametrize(("family", "chunking"), [*zip(FAMILIES, (*CHUNKINGS, "static:17"), strict=True)])
+def test_one_process_says_what_transformers_does(family: str, chunking: str) -> None:
+    asks = [Ask(prompt_of(0, 90), 8), Ask(prompt_of(1, 20), 12, 2)]
+    wanted = [expected(family, i, len(ask.prompt), ask.count) for i, ask in enumerate(asks)]
+    assert single(checkpoint(family), asks, chunking=chunking) == wanted
 
 
 @pytest.mark.parametrize(("family", "name"), EACH_ONCE)
@@ -74,8 +86,7 @@ def test_greedy_tokens_equal_with_shorts_beside_a_long_request(
 
 
 @LONG
-@pytest.mark.parametrize("name", [*LAYOUTS, *LARGER])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "name"), TWICE)
 @settings(max_examples=3, phases=PHASES)
 @given(**CASES)
 def test_greedy_tokens_equal_in_many_more_cases(

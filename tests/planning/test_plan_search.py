@@ -377,19 +377,10 @@ def stops_of_races(seeds: Sequence[int]) -> dict[str, int]:
 
 
 @pytest.mark.long
-def test_race_equals_brute_force_where_candidates_are_stopped() -> None:
-    stops = stops_of_races([8, 10])
-    assert stops["peak"] > 0
-    assert stops[OUTRUN] > 0
-    assert stops["late"] > 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seeds", [range(25), range(25, 50)])
-def test_race_equals_brute_force_on_fifty_problems_with_every_kind_of_stop(seeds: range) -> None:
-    stops = stops_of_races(seeds)
+def test_race_equals_brute_force_on_problems_with_every_kind_of_stop() -> None:
+    stops = stops_of_races(range(25))
     assert all(stops.values()), stops
-    assert stops["no plan"] < len(seeds)
+    assert stops["no plan"] < 25
 
 
 @pytest.mark.long

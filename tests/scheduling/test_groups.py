@@ -46,8 +46,8 @@ def test_every_request_ends_and_computes_each_token_once_per_admission(first: in
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(300, 2300, 200))
-def test_two_thousand_more_seeds_break_no_rule(first: int) -> None:
+@pytest.mark.parametrize("first", range(300, 1100, 200))
+def test_more_seeds_break_no_rule(first: int) -> None:
     for seed in range(first, first + 200):
         run(seed)
 

@@ -125,7 +125,7 @@ def test_empty_and_single() -> None:
     assert ladder_order([0.0], [1.0], [3.0], [0], 0.0).steps.tolist() == [2]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_at_full_load_none_is_passed_over_for_ever(seed: int) -> None:
     """Short ones take all of the machine for ever; a long one is served within a bounded multiple of its time."""
     rng = random.Random(seed)

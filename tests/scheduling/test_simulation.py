@@ -29,7 +29,7 @@ def run(seed: int, background: bool = False) -> tuple[World, PolicyBesideSchedul
     return world, policy
 
 
-@pytest.mark.parametrize("first", quick_first(range(0, 3000, 50), 4))
+@pytest.mark.parametrize("first", quick_first(range(0, 1500, 50), 3))
 def test_every_request_ends_computes_each_token_once_per_admission_and_a_policy_alone_gives_the_same_quotas(
     first: int,
 ) -> None:
