@@ -8,19 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.kernels import exact
 from torch import Tensor
 
 from headway.runtime.attention import backend
 from headway.runtime.attention.backend import attend, merge
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    group = q.shape[0] // k.shape[0]
-    keys, values = k.double().repeat_interleave(group, 0), v.double().repeat_interleave(group, 0)
-    scores = q.double() @ keys.transpose(1, 2) / math.sqrt(q.shape[-1])
-    if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
-    return torch.softmax(scores, -1) @ values, torch.logsumexp(scores, -1)
 
 
 def tensors(seed: int, kv_heads: int, group: int, rows: int, keys: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,7 +37,7 @@ def test_any_split_with_empty_shards_merges_to_the_whole(
     q, k, v = tensors(seed, kv_heads, group, rows, sum(shards), dim)
     parts = [attend(q, *pair, False) for pair in zip(k.split(shards, 1), v.split(shards, 1), strict=True)]
     out, lse = merge([part[0] for part in parts], [part[1] for part in parts])
-    wanted, wanted_lse = reference(q, k, v, False)
+    wanted, wanted_lse = exact(q, k, v, False)
     assert torch.allclose(out.double(), wanted, atol=2e-6)
     assert torch.allclose(lse.double(), wanted_lse, atol=1e-5)
 
@@ -55,14 +47,14 @@ def test_any_split_with_empty_shards_merges_to_the_whole(
 def test_both_paths_equal_double_precision(path: str, causal: bool) -> None:
     q, k, v = tensors(1, 2, 4, 33, 33, 64)
     out, lse = getattr(backend, path)(q, k, v, causal, None)
-    wanted, wanted_lse = reference(q, k, v, causal)
+    wanted, wanted_lse = exact(q, k, v, causal)
     assert torch.allclose(out.double(), wanted, atol=2e-6)
     assert torch.allclose(lse.double(), wanted_lse, atol=1e-5)
 
 
 def test_history_plus_causal_chunk_is_causal_attention_with_an_offset() -> None:
     q, k, v = tensors(2, 2, 2, 50, 50, 32)
-    wanted, _ = reference(q, k, v, True)
+    wanted, _ = exact(q, k, v, True)
     past, chunk = q[:, 20:], slice(20, 50)
     old, new = attend(past, k[:, :20], v[:, :20], False), attend(past, k[:, chunk], v[:, chunk], True)
     out, _ = merge([old[0], new[0]], [old[1], new[1]])
@@ -74,7 +66,7 @@ def test_bf16_stays_within_its_own_rounding() -> None:
     shards = [1, 300, 0, 399]
     parts = [attend(q, *pair, False) for pair in zip(k.split(shards, 1), v.split(shards, 1), strict=True)]
     out, lse = merge([part[0] for part in parts], [part[1] for part in parts])
-    wanted, wanted_lse = reference(q, k, v, False)
+    wanted, wanted_lse = exact(q, k, v, False)
     assert out.dtype == torch.float32
     assert lse.dtype == torch.float32
     assert (out.double() - wanted).abs().max() < 2**-8 * wanted.abs().max()

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers import kernels
 from torch import Tensor
 
 from headway.core.native_build import LIBRARIES, build, find_compiler
@@ -47,14 +48,8 @@ def inputs(seed: int, rows: int, keys: int, heads: tuple[int, int], dim: int) ->
 
 def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """In double precision, (rows, q_heads, dim) and (rows, q_heads); causal is aligned at the last row and key."""
-    group = q.shape[1] // k.shape[1]
-    query, keys, values = (x.double().transpose(0, 1) for x in (q, k, v))
-    keys, values = (x.repeat_interleave(group, 0) for x in (keys, values))
-    scores = query @ keys.transpose(1, 2) / math.sqrt(q.shape[-1])
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + len(k) - len(q))
-        scores = scores.masked_fill(hidden, -math.inf)
-    return (torch.softmax(scores, -1) @ values).transpose(0, 1), torch.logsumexp(scores, -1).transpose(0, 1)
+    out, lse = kernels.exact(*(x.transpose(0, 1) for x in (q, k, v)), causal)  # type: ignore[call-arg]
+    return out.transpose(0, 1), lse.transpose(0, 1)
 
 
 def check(got: Tensor, wanted: Tensor, q: Tensor, k: Tensor) -> None:
@@ -176,15 +171,10 @@ def test_pasts_of_64k_are_as_exact(rows: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rows", [1, 21])
 @pytest.mark.parametrize("strength", [1.0, 30.0, 3000.0])
-@pytest.mark.parametrize("order", ["rising", "falling", "spikes"])
+@pytest.mark.parametrize("order", kernels.ORDERS)
 def test_scores_that_keep_outgrowing_the_maximum(order: str, strength: float, rows: int) -> None:
     q, k, v = inputs(11, rows, 500, (4, 2), 64)
-    ramp = torch.linspace(0.0, strength, 500)
-    if order == "falling":
-        ramp = ramp.flip(0)
-    if order == "spikes":
-        ramp = ramp * (torch.arange(500) % 97 == 5)
-    k[:, :, 0] = ramp.unsqueeze(1)
+    k[:, :, 0] = kernels.outgrowing(order, strength, 500).unsqueeze(1)
     q[:, :, 0] = q[:, :, 0].abs()
     out, _ = attend(*(x.transpose(0, 1) for x in (q, k, v)), False)  # type: ignore[call-arg]
     check(out.transpose(0, 1), exact(q, k, v, False)[0], q, k)

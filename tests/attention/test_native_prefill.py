@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.kernels import WAYS, use_kernels
+from tests.helpers.kernels import ORDERS, WAYS, exact, outgrowing, use_kernels
 from torch import Tensor
 
 from headway.runtime.attention.backend import BatchSegment, attend, merge
@@ -41,17 +41,6 @@ def inputs(seed: int, rows: int, keys: int, heads: tuple[int, int], dim: int) ->
     shapes = ((heads[0], rows, dim), (heads[1], keys, dim), (heads[1], keys, dim))
     q, k, v = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
     return q, k, v
-
-
-def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """In double precision; causal is aligned at the last row and key."""
-    group = q.shape[0] // k.shape[0]
-    keys, values = k.double().repeat_interleave(group, 0), v.double().repeat_interleave(group, 0)
-    scores = q.double() @ keys.transpose(1, 2) / math.sqrt(q.shape[-1])
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + k.shape[1] - q.shape[1])
-        scores = scores.masked_fill(hidden, -math.inf)
-    return torch.softmax(scores, -1) @ values, torch.logsumexp(scores, -1)
 
 
 def check(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
@@ -167,16 +156,11 @@ def test_a_cut_span_whose_late_pieces_some_rows_do_not_see() -> None:
     check(attend(q, k, v, True, dtype=torch.float32), exact(q, k, v, True))
 
 
-@pytest.mark.parametrize("order", ["rising", "falling", "spikes"])
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("strength", [1.0, 30.0, 3000.0])
 def test_scores_that_keep_outgrowing_the_maximum(order: str, strength: float) -> None:
     q, k, v = inputs(11, 21, 500, (4, 2), 64)
-    ramp = torch.linspace(0.0, strength, 500)
-    if order == "falling":
-        ramp = ramp.flip(0)
-    if order == "spikes":
-        ramp = ramp * (torch.arange(500) % 97 == 5)
-    k[:, :, 0] = ramp.bfloat16()
+    k[:, :, 0] = outgrowing(order, strength, 500).bfloat16()
     q[:, :, 0] = q[:, :, 0].abs()
     check(attend(q, k, v, False, dtype=torch.float32), exact(q, k, v, False))
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from tests.helpers.hand_overs import move
 from tests.helpers.instance_world import Part, World
 from tests.helpers.polling import let_arrive
 from tests.helpers.scaled_decode import ScaledDecode
 from tests.helpers.span_answers import Expected, prompt_of
 
-from headway.runtime.engine.protocol import KvArrived, OutputDelta, PauseRequest, ReserveKv, SendKv
+from headway.runtime.engine.protocol import OutputDelta, PauseRequest
 
 
 def test_a_group_grows_and_shrinks_between_tokens(world: World, expected: Expected) -> None:
@@ -79,6 +80,16 @@ def test_kv_by_heads_of_two_nodes_is_decoded_in_place_and_laid_out_by_tokens(wor
     one.end(expected)
 
 
+def end_gathered(one: ScaledDecode, expected: Expected) -> None:
+    """The KV of instances 0 and 1 goes to instance 2, which decodes the rest."""
+    world, known = one.world, len(one.prompt) + len(one.said) - 1
+    world.admit(one.name, one.prompt, [2], one.params, one.said)
+    move(world, one.name, (0, 1), known, 2)
+    before = OutputDelta(id=one.name, tokens=one.said)
+    one.deltas += world.decode(one.name, one.prompt, before, 2, logprobs=0, max_tokens=one.count)
+    one.end(expected)
+
+
 @pytest.mark.parametrize("attn", ["ulysses", "ring"])
 def test_kv_by_heads_decoded_by_a_group_is_gathered(world: World, expected: Expected, attn: str) -> None:
     count = 12
@@ -86,17 +97,7 @@ def test_kv_by_heads_decoded_by_a_group_is_gathered(world: World, expected: Expe
     one.step((1, 0), attn="ulysses")
     one.step((1, 0), attn=attn)
     one.step((1, 0), attn=attn)
-    known = 90 + len(one.said) - 1
-    world.admit(one.name, one.prompt, [2], one.params, one.said)
-    world[2].tell(ReserveKv(one.name, known))
-    world[2].wait(ReserveKv, one.name)
-    for number in (0, 1):
-        world[number].tell(SendKv(id=one.name, piece=number, start=0, end=known, to=2))
-    for _ in range(2):
-        world[2].wait(KvArrived, one.name)
-    before = OutputDelta(id=one.name, tokens=one.said)
-    one.deltas += world.decode(one.name, one.prompt, before, 2, logprobs=0, max_tokens=count)
-    one.end(expected)
+    end_gathered(one, expected)
 
 
 def test_a_decode_leaves_a_scheduler_for_a_group_and_comes_back_gathered(world: World, expected: Expected) -> None:
@@ -113,17 +114,7 @@ def test_a_decode_leaves_a_scheduler_for_a_group_and_comes_back_gathered(world: 
     one.step((0, 2), home=2)
     for group in ((0, 2), (0, 1, 2), (1, 0)):
         one.step(group)
-    known = len(prompt) + len(one.said) - 1
-    world.admit(one.name, prompt, [2], one.params, one.said)
-    world[2].tell(ReserveKv(one.name, known))
-    world[2].wait(ReserveKv, one.name)
-    for number in (0, 1):
-        world[number].tell(SendKv(id=one.name, piece=number, start=0, end=known, to=2))
-    for _ in range(2):
-        world[2].wait(KvArrived, one.name)
-    before = OutputDelta(id=one.name, tokens=one.said)
-    one.deltas += world.decode(one.name, prompt, before, 2, logprobs=0, max_tokens=count)
-    one.end(expected)
+    end_gathered(one, expected)
 
 
 def test_a_decode_that_ends_with_the_token_under_way_is_not_staged(world: World, expected: Expected) -> None:

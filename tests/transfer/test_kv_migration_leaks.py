@@ -12,7 +12,7 @@ from tests.helpers.hand_overs import move, params, rest
 from tests.helpers.instance_world import Part, World
 from tests.helpers.span_answers import prompt_of
 
-TURNS, RESTARTS = 100, 2
+TURNS, RESTARTS = 40, 2
 WARM = 20
 """Turns after which everything that is made once has been made."""
 _MORE_BYTES = 16 << 20
