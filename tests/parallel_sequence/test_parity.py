@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.checkpoints import make_tiny
-from tests.helpers.marks import quick_first
+from tests.helpers.marks import pairwise, quick_diagonal, quick_first
 from tests.helpers.sequence_prompts import SHAPE, Model, Part, check_parts
 
 from headway.core.errors import ConfigError
@@ -71,10 +71,10 @@ def test_groups_that_grow_over_tensor_parallel_regions(models: dict[str, Model],
     check_parts(models["llama"], [Part(21, 2, attn, mlp), Part(34, 4, attn, mlp), Part(27, 8, attn, mlp)], tp=2)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "biased"])
-@pytest.mark.parametrize("attn", ["megatron", "ulysses"])
-@pytest.mark.parametrize("mlp", ["megatron", "ulysses"])
-@pytest.mark.parametrize("node", [2, 4])
+@pytest.mark.parametrize(
+    ("family", "attn", "mlp", "node"),
+    pairwise(["llama", "qwen2", "qwen3", "biased"], ["megatron", "ulysses"], ["megatron", "ulysses"], [2, 4]),
+)
 def test_fast_sp_in_every_combination_equals_one_process(
     models: dict[str, Model], family: str, attn: str, mlp: str, node: int
 ) -> None:
@@ -87,8 +87,7 @@ def test_whole_weights_from_more_ranks_than_kv_heads(models: dict[str, Model], a
     check_parts(models["qwen2"], [Part(23, 4, attn, "ulysses"), Part(18, 8, attn, "ulysses")], tp=4)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("tokens", [1, 2, 3, 5])
+@pytest.mark.parametrize(("order", "tokens"), quick_diagonal(ORDERS, [1, 2, 3, 5]))
 def test_fewer_tokens_than_ranks(models: dict[str, Model], order: str, tokens: int) -> None:
     """Members of the ring without a token of the chunk, and later without one of history."""
     check_parts(models["llama"], [Part(tokens, 4, order=order), Part(1, 4, order=order), Part(9, 6, order=order)])

@@ -90,7 +90,8 @@ def test_placements_balance_the_work_and_the_calls(order: str) -> None:
 
 @settings(max_examples=150)
 @given(routes())
-def test_moves_produce_every_layout(route: list[ChunkSpec]) -> None:
+def test_moves_produce_every_layout_and_sends_match_receives(route: list[ChunkSpec]) -> None:
+    """What one rank sends is what another expects, and each target is filled: once, or by every sender for a sum."""
     held: KvLayout = EMPTY
     for spec in route:
         chunk = ChunkPlan(spec, held, SMALL_CONFIG)
@@ -100,6 +101,7 @@ def test_moves_produce_every_layout(route: list[ChunkSpec]) -> None:
         assert max(sizes) - min(sizes) <= 1
         kept = {head for one in chunk.after.values() for head in one.heads}
         assert kept == set(range(SMALL_CONFIG.kv_heads))
+        check_exchanges(chunk)
         held = chunk.after
     for tp in (1, 2, 4):
         final = gathered(range(50, 50 + tp), route[-1].end, SMALL_CONFIG)
@@ -116,25 +118,17 @@ def test_growing_a_ring_moves_as_little_as_can_be() -> None:
     assert all(list(move.from_slots) == list(range(8, 16)) for move in real)
 
 
-@settings(max_examples=150)
-@given(routes())
-def test_sends_and_receives_of_an_exchange_match(route: list[ChunkSpec]) -> None:
-    """What one rank sends is what another expects, and each target is filled: once, or by every sender for a sum."""
-    held: KvLayout = EMPTY
-    for spec in route:
-        chunk = ChunkPlan(spec, held, SMALL_CONFIG)
-        held = chunk.after
-        plans = {rank: chunk.rank(rank) for rank in spec.group.ranks}
-        lists = {}
-        for rank, plan in plans.items():
-            found = []
-            for step in (*plan.enter, *plan.fetch, *plan.layer, *plan.leave):
-                found += [step] if isinstance(step, ExchangeRows) else list(getattr(step, "parts", ()))
-            lists[rank] = found
-        check_messages(lists)
-        for found in lists.values():
-            for step in found:
-                check_target(step)
+def check_exchanges(chunk: ChunkPlan) -> None:
+    lists = {}
+    for rank in chunk.spec.group.ranks:
+        plan, found = chunk.rank(rank), list[ExchangeRows]()
+        for step in (*plan.enter, *plan.fetch, *plan.layer, *plan.leave):
+            found += [step] if isinstance(step, ExchangeRows) else list(getattr(step, "parts", ()))
+        lists[rank] = found
+    check_messages(lists)
+    for found in lists.values():
+        for step in found:
+            check_target(step)
 
 
 def check_messages(lists: dict[int, list[ExchangeRows]]) -> None:
