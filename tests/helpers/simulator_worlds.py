@@ -6,6 +6,7 @@ import random
 
 from tests.helpers.unit_latency import small_machine
 
+from headway.perf.latency.groups import ShardExchangeCost
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim import InstanceSpec, NoiseSpec, RunSpec, StageLink
 from headway.sim.metrics import SloTargets
@@ -21,16 +22,24 @@ def requests(rng: random.Random, count: int) -> list[TraceRequest]:
 
 
 def instance(rng: random.Random) -> InstanceSpec:
+    groups = rng.choice((1, 1, 1, 2, 3))
     config = SchedulerConfig(
         policy=rng.choice(("fcfs", "lars", "srpt", "ladder", "ladder")),
-        chunking=rng.choice(("static:96", "adaptive", "whole")),
+        chunking=rng.choice(("static:96", "adaptive", *(("whole",) if groups == 1 else ()))),
         stages=rng.choice((1, 1, 2, 3)),
         pipeline_schedule=rng.choice(("stream", "microbatch")),
         max_num_seqs=rng.choice((3, 64)),
+        kv_parallel=groups,
+        kv_shard_tokens=rng.choice((160, 320, 640)) if groups > 1 else None,
     )
-    link = StageLink(rng.choice((0.0, 1e-4)), 1e-6)
-    pool = rng.choice((640, 1200, 6000))
-    return InstanceSpec(config=config, latency=small_machine(), kv_tokens=pool, block_tokens=16, link=link)
+    return InstanceSpec(
+        config=config,
+        latency=small_machine(),
+        kv_tokens=rng.choice((640, 1200, 6000)),
+        block_tokens=16,
+        link=StageLink(rng.choice((0.0, 1e-4)), 1e-6),
+        exchange=rng.choice((ShardExchangeCost(), ShardExchangeCost(1e-4, 1e-6))),
+    )
 
 
 def how(rng: random.Random, seed: int, fast_forward: bool) -> RunSpec:

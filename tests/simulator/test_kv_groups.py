@@ -1,13 +1,11 @@
-"""KV groups in the simulator: joins over time, lockstep, memory, the same result with and without fast-forward."""
+"""KV groups in the simulator: joins over time, lockstep, memory. With and without fast-forward: test_simulate."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import asdict
 from typing import Any
 
 import pytest
-from tests.helpers.simulator_worlds import how, requests
 from tests.helpers.unit_latency import small_machine
 
 from headway.core.errors import ConfigError
@@ -18,47 +16,12 @@ from headway.perf.latency.corrected import describe
 from headway.perf.latency.groups import ShardedModel, ShardExchangeCost, WithExchange, between_groups
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.groups import make_scheduler
-from headway.sim import InstanceSpec, RunSpec, SimResult, StageLink, simulate
+from headway.sim import InstanceSpec, RunSpec, SimResult, simulate
 from headway.sim.build import InfeasibleError, instance_of, requests_of, run_scenario
 from headway.sim.replay import replay
 from headway.sim.report.perfetto import simulation_trace
 from headway.sim.scenario import parse_scenario
 from headway.sim.workload import TraceRequest
-
-
-def grouped(rng: random.Random) -> InstanceSpec:
-    config = SchedulerConfig(
-        policy=rng.choice(("fcfs", "lars", "srpt")),
-        chunking=rng.choice(("static:96", "adaptive")),
-        stages=rng.choice((1, 1, 2)),
-        kv_parallel=rng.choice((2, 3)),
-        kv_shard_tokens=rng.choice((160, 320, 640)),
-    )
-    return InstanceSpec(
-        config=config,
-        latency=small_machine(),
-        kv_tokens=rng.choice((640, 1200)),
-        block_tokens=16,
-        link=StageLink(1e-4, 1e-6),
-        exchange=rng.choice((ShardExchangeCost(), ShardExchangeCost(1e-4, 1e-6))),
-    )
-
-
-def one(seed: int, fast_forward: bool) -> SimResult:
-    rng = random.Random(f"kvp {seed}")
-    spec, work = grouped(rng), requests(rng, 30)
-    return simulate(spec, work, how(rng, seed, fast_forward))
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_fast_forward_gives_the_same_records(seed: int) -> None:
-    slow, fast = one(seed, False), one(seed, True)
-    assert slow.records == fast.records
-    assert [use.prefill_tokens for use in slow.replicas] == [use.prefill_tokens for use in fast.replicas]
-    assert [use.decode_tokens for use in slow.replicas] == [use.decode_tokens for use in fast.replicas]
-    assert slow.mbu == fast.mbu
-    assert sum(use.batches for use in fast.replicas) <= sum(use.batches for use in slow.replicas)
-    assert one(seed, True).records == fast.records
 
 
 def timeline(groups: int, shard: int | None = 512, prompt: int = 2044, **fields: Any) -> SimResult:

@@ -36,15 +36,19 @@ def spec(stages: int = 1, schedule: str = "stream", link: StageLink | None = Non
 
 @pytest.mark.parametrize("first", quick_first(range(0, 300, 50), 2))
 def test_fast_forward_changes_nothing(first: int) -> None:
-    skipped = 0
+    skipped = grouped = 0
     for seed in range(first, first + 50):
         fast, slow = world(seed, True), world(seed, False)
         assert fast.records == slow.records, seed
         for one, other in zip(fast.replicas, slow.replicas, strict=True):
             assert one.preemptions == other.preemptions
+            assert (one.prefill_tokens, one.decode_tokens) == (other.prefill_tokens, other.decode_tokens), seed
+            grouped += len(one.joins)
             assert fast.duration_s != 1.0 or one.iterations >= other.iterations
             skipped += one.iterations - one.batches
+        assert fast.mbu == slow.mbu, seed
     assert skipped > 100
+    assert grouped > 20
 
 
 def test_the_same_arguments_give_the_same_result() -> None:
