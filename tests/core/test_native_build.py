@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tests.helpers.present import present
 
 from headway.core import native_build
 from headway.core.native_build import LIBRARIES, NativeLibrary, build, compiled, find_compiler
@@ -37,8 +38,7 @@ def one_of(source: Path) -> NativeLibrary:
 def test_a_library_is_built_once_in_a_private_folder(source: Path) -> None:
     (source.parent / "cache" / "headway").mkdir(parents=True, mode=0o777)
     (source.parent / "cache" / "headway").chmod(0o777)
-    library = compiled(one_of(source))
-    assert library is not None
+    library = present(compiled(one_of(source)))
     assert library.one() == 1
     (made,) = (source.parent / "cache" / "headway").glob("one-*.so")
     assert stat.S_IMODE(made.parent.stat().st_mode) == 0o700
@@ -64,8 +64,7 @@ def test_what_the_assembler_does_not_know_is_left_out(source: Path) -> None:
     newer = 'asm volatile("not_an_instruction");'
     source.write_text(f'extern "C" int one() {{\n#ifdef OLDER\n return 2;\n#else\n {newer} return 1;\n#endif\n}}')
     assert compiled(one_of(source)) is None
-    library = compiled(dataclasses.replace(one_of(source), reduced=("-DOLDER",)))
-    assert library is not None
+    library = present(compiled(dataclasses.replace(one_of(source), reduced=("-DOLDER",))))
     assert library.one() == 2
 
 
@@ -119,8 +118,7 @@ def test_a_wheel_s_library_is_loaded_and_nothing_is_compiled(source: Path, monke
     source.write_text('extern "C" int one() {\n#ifdef PORTABLE\n return 2;\n#else\n return 1;\n#endif\n}')
     prebuilt(source)
     monkeypatch.setenv("PATH", "")
-    library = compiled(one_of(source))
-    assert library is not None
+    library = present(compiled(one_of(source)))
     assert library.one() == 2
     assert not (source.parent / "cache").exists()
 
@@ -128,15 +126,13 @@ def test_a_wheel_s_library_is_loaded_and_nothing_is_compiled(source: Path, monke
 def test_a_wheel_s_library_of_other_sources_is_left_alone(source: Path) -> None:
     prebuilt(source)
     source.write_text('extern "C" int one() { return 3; }')
-    library = compiled(one_of(source))
-    assert library is not None
+    library = present(compiled(one_of(source)))
     assert library.one() == 3
 
 
 def test_a_wheel_s_library_that_cannot_be_loaded_is_compiled_here(source: Path) -> None:
     prebuilt(source).write_bytes(b"for another system")
-    library = compiled(one_of(source))
-    assert library is not None
+    library = present(compiled(one_of(source)))
     assert library.one() == 1
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from tests.helpers.present import present
 
 from headway.core.batch import KvOp
 from headway.core.errors import ConfigError, InvariantError
@@ -86,8 +87,7 @@ TestBlockManager.settings = settings(max_examples=60, stateful_step_count=40)
 
 def test_operations_are_drained_once_and_in_order() -> None:
     block_manager = BlockManager(64, 4)
-    lease = block_manager.reserve("a", 5)
-    assert lease is not None
+    lease = present(block_manager.reserve("a", 5))
     assert block_manager.grow(lease, 8)  # fits already: no operation
     assert block_manager.grow(lease, 9)
     block_manager.free(lease)
@@ -97,11 +97,9 @@ def test_operations_are_drained_once_and_in_order() -> None:
 
 def test_freed_lease_cannot_change_a_later_lease_of_the_same_request() -> None:
     block_manager = BlockManager(64, 4)
-    old = block_manager.reserve("a", 4)
-    assert old is not None
+    old = present(block_manager.reserve("a", 4))
     block_manager.free(old)
-    new = block_manager.reserve("a", 4)
-    assert new is not None
+    new = present(block_manager.reserve("a", 4))
     with pytest.raises(InvariantError, match="lease of a"):
         block_manager.free(old)
     with pytest.raises(InvariantError, match="lease of a"):
@@ -134,8 +132,7 @@ def test_a_partial_block_at_the_end_is_not_used() -> None:
 @pytest.mark.parametrize("field", ["blocks", "tokens"])
 def test_check_notices_a_lease_with_wrong_counts(field: str) -> None:
     block_manager = BlockManager(64, 4)
-    lease = block_manager.reserve("a", 9)
-    assert lease is not None
+    lease = present(block_manager.reserve("a", 9))
     setattr(lease, field, getattr(lease, field) + 1)
     with pytest.raises(InvariantError, match="lease of a"):
         block_manager.check()

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.helpers.present import present
 
 from headway.core.batch import KvOp
 from headway.core.errors import InvariantError, RequestError
@@ -156,8 +157,7 @@ TestStagedKv.settings = settings(max_examples=60, stateful_step_count=40, derand
 def test_pending_requests_are_served_whole_and_in_order() -> None:
     block_manager = BlockManager(64, 4)
     staged_kv = StagedKv(block_manager)
-    other = block_manager.reserve("other", 32)
-    assert other is not None
+    other = present(block_manager.reserve("other", 32))
     staged_kv.request("large", 48, 0.0)
     staged_kv.request("small", 4, 1.0)
     assert staged_kv.admit() == []
@@ -184,8 +184,7 @@ def test_kv_of_spans_becomes_the_requests_without_moving() -> None:
     staged_kv = StagedKv(block_manager)
     staged_kv.request(span_kv_name("a"), 10, 0.0)
     staged_kv.admit()
-    lease = staged_kv.lease(span_kv_name("a"))
-    assert lease is not None
+    lease = present(staged_kv.lease(span_kv_name("a")))
     runs = block_manager.where(lease.request)
     assert staged_kv.to_request("a")
     assert staged_kv.lease("a") is lease

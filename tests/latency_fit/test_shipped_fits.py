@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from benchmarks.latency_bands import coverage, derived_band, devices, inside
 from benchmarks.latency_fit import families, files, unseen_devices, unseen_heads, unseen_runs, unseen_shapes
+from tests.helpers.present import present
 
 from headway.core.errors import ConfigError
 from headway.perf.hardware import ACCELERATORS, MODELS, ParallelLayout, from_hf_config
@@ -31,8 +32,7 @@ PHI = {"num_hidden_layers": 32, "hidden_size": 2560, "num_attention_heads": 32, 
 
 
 def script(name: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
+    spec = present(importlib.util.spec_from_file_location(name, path))
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -129,8 +129,7 @@ def test_a_kernel_of_another_die_keeps_its_start() -> None:
 def test_a_read_that_outgrows_a_cache_comes_from_memory() -> None:
     """An L40S reads up to 96 MB at twice its memory's bandwidth: carried on beyond, histories of 134 MB took a quarter
     less than its memory allows."""
-    fit = shipped_fit("l40s-48gb").decode
-    assert fit is not None
+    fit = present(shipped_fit("l40s-48gb").decode)
     (source,) = fit.grids
     grid = fit.grids[source]["2/1"]
     past = np.array([float(grid.past[-1]), 4.0 * grid.past[-1]])
@@ -285,8 +284,7 @@ def test_held_out_counts_stay_within_the_target() -> None:
 def test_a_lone_decode_beyond_the_grid_reads_as_at_its_edge_and_not_at_streaming_bandwidth() -> None:
     """One request of one KV head reads at 2% of an A100's bandwidth: streaming at the rest, 131K tokens took 1% longer
     than 65K, and were 47% too fast."""
-    fit = shipped_fit("a100-80gb").decode
-    assert fit is not None
+    fit = present(shipped_fit("a100-80gb").decode)
     (source,) = fit.grids
     grid = fit.grids[source]["1/1"]
     once, twice = (float(fit.ms(np.ones(1), np.array([float(n * grid.past[-1])]), (1, 1), source)[0]) for n in (1, 2))

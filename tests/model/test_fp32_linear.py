@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.present import present
 from tests.helpers.random_weights import random_decoder, reference_config
 from torch import Tensor
 
@@ -113,8 +114,7 @@ SHAPES = {
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(**SHAPES)
 def test_any_shape_is_within_the_error_of_its_sum(dtype: torch.dtype, **shape: Any) -> None:
-    kernels = general_kernels(dtype)
-    assert kernels is not None
+    kernels = present(general_kernels(dtype))
     check(kernels, dtype, **shape)
 
 
@@ -132,8 +132,7 @@ def test_narrower_vectors_are_as_exact(name: str, narrow: dict[str, ctypes.CDLL]
 
 @pytest.mark.parametrize("dtype", list(TYPES))
 def test_a_row_is_the_same_alone_and_among_any_others_and_by_any_threads(dtype: torch.dtype) -> None:
-    kernels = general_kernels(dtype)
-    assert kernels is not None
+    kernels = present(general_kernels(dtype))
     x, weight = torch.randn(300, 96).to(dtype), torch.randn(200, 96).to(dtype)
     alone = torch.cat([product(kernels, row.unsqueeze(0), weight) for row in x])
     try:
@@ -147,8 +146,7 @@ def test_a_row_is_the_same_alone_and_among_any_others_and_by_any_threads(dtype: 
 
 @pytest.mark.parametrize("dtype", list(TYPES))
 def test_rounding_is_to_the_nearest_and_keeps_what_is_no_number(dtype: torch.dtype) -> None:
-    kernels = general_kernels(dtype)
-    assert kernels is not None
+    kernels = present(general_kernels(dtype))
     x = torch.zeros(3, 32).to(dtype)
     x[0, 0], x[1, 0], x[2, 0] = float("nan"), float("inf"), 3.1415926
     weight = torch.zeros(17, 32).to(dtype)

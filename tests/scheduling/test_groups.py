@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.marks import quick_first
+from tests.helpers.present import present
 from tests.helpers.random_worlds import random_world
 from tests.helpers.unit_latency import Linear, small_machine
 from tests.scheduling.grouped_world import GroupedWorld, grouped_world
@@ -96,8 +97,7 @@ def test_groups_with_shorts_only_decide_as_separate_schedulers(seed: int, groups
             alone[home].add(Span.whole(request), now)
         while (batch := grouped.schedule(now)) is not None:
             (part,) = batch.parts
-            twin = alone[part.group].schedule(now)
-            assert twin is not None
+            twin = present(alone[part.group].schedule(now))
             assert msgspec.structs.replace(twin.parts[0], group=part.group) == part
             assert twin.predicted_s == batch.predicted_s
             flying.append((batch, twin, part))
@@ -129,8 +129,7 @@ def request(name: str, prompt: int, output: int = 8, tbt_s: float | None = None)
 
 def parts(scheduler: GroupedScheduler, now: float, ended: tuple[str, ...] = ()) -> list[tuple[object, ...]]:
     """The next batch, carried out: per part (group, decodes, chunks, assists)."""
-    batch = scheduler.schedule(now)
-    assert batch is not None
+    batch = present(scheduler.schedule(now))
     scheduler.complete(batch.id, [RequestProgress(name, 1, True) for name in ended], now)
     scheduler.check()
     return [
@@ -180,10 +179,8 @@ def test_group_outside_lockstep_runs_freely_and_gets_new_requests() -> None:
     scheduler.add(request("long", 140), 0.0)
     parts(scheduler, 0.0)
     scheduler.add(request("chat", 5), 0.1)
-    long = scheduler.schedule(0.1)
-    assert long is not None
-    chat = scheduler.schedule(0.1)
-    assert chat is not None
+    long = present(scheduler.schedule(0.1))
+    chat = present(scheduler.schedule(0.1))
     assert [part.group for part in long.parts] == [0, 2]
     assert [(part.group, part.prefills[0].request) for part in chat.parts] == [(1, "chat")]
     assert scheduler.schedule(0.1) is None
@@ -195,11 +192,9 @@ def test_lockstep_groups_wait_until_all_are_free() -> None:
     scheduler = three_groups(stages=2)
     scheduler.add(request("long", 140), 0.0)
     assert scheduler.schedule(0.0, free={1, 2}) is None
-    first = scheduler.schedule(0.0, free={0})
-    assert first is not None
+    first = present(scheduler.schedule(0.0, free={0}))
     assert scheduler.schedule(0.0, free={0, 2}) is None, "the next chunk is group 1's, which is not free"
-    second = scheduler.schedule(0.0, free={0, 1})
-    assert second is not None
+    second = present(scheduler.schedule(0.0, free={0, 1}))
     assert [part.group for part in second.parts] == [0, 1]
     assert [event.kind for event in scheduler.abort("long", 0.0)] == []
     assert [event.kind for event in scheduler.complete(first.id, [], 0.1)] == ["started"]
@@ -215,8 +210,7 @@ def test_shortest_tbt_target_bounds_all_lockstep_groups() -> None:
     scheduler.add(request("x", 4, tbt_s=1.0), 0.1)  # group 1, where nothing waits
     scheduler.add(request("chat", 4, tbt_s=0.02), 0.1)
     for at in range(1, 20):
-        batch = scheduler.schedule(0.1 * at)
-        assert batch is not None
+        batch = present(scheduler.schedule(0.1 * at))
         done = [p.decodes.members for p in batch.parts]
         if at > 4 and len(batch.parts) > 1 and any("chat" in members for members in done):
             assert batch.predicted_s <= 0.0201

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from tests.helpers.present import present
 from tests.helpers.scheduler_steps import add_request, chunks, make_scheduler, step
 from tests.helpers.unit_latency import Linear
 
@@ -70,8 +71,7 @@ def test_one_tight_tbt_target_does_not_stop_new_prompts() -> None:
     add_request(scheduler, "new", 64, 1)
     iterations = 0
     while "new" in scheduler:
-        batch = scheduler.schedule(0.0)
-        assert batch is not None
+        batch = present(scheduler.schedule(0.0))
         last = [chunk.request for chunk in batch.parts[0].prefills if chunk.last]
         scheduler.complete(batch.id, [RequestProgress(name, 1, True) for name in last], 0.0)
         iterations += 1
@@ -85,8 +85,7 @@ def test_tightest_tbt_target_bounds_the_iteration_while_its_request_decodes() ->
     add_request(scheduler, "big", 1200, 1)
     assert step(scheduler).predicted_s <= 0.005
     assert step(scheduler, 0.0, "tight").predicted_s <= 0.005
-    batch = scheduler.schedule(0.0)
-    assert batch is not None
+    batch = present(scheduler.schedule(0.0))
     assert batch.predicted_s > 0.015
 
 
@@ -96,8 +95,7 @@ def test_youngest_request_is_evicted_and_computed_again() -> None:
     add_request(scheduler, "young", 40, 40)
     batches, preempted = [], []
     while not preempted:
-        batch = scheduler.schedule(0.0)
-        assert batch is not None
+        batch = present(scheduler.schedule(0.0))
         batches.append(batch)
         preempted = [event for event in scheduler.complete(batch.id, [], 0.0) if event.kind == "preempted"]
         scheduler.check()
@@ -127,8 +125,7 @@ def test_lost_returns_all_events_and_the_next_batch_starts_from_empty_tables() -
         add_request(scheduler, name, 40)
     step(scheduler)
     scheduler.abort("c", 0.0)
-    flying = scheduler.schedule(0.0)
-    assert flying is not None
+    flying = present(scheduler.schedule(0.0))
     scheduler.abort("b", 0.0)
     assert sorted((e.kind, e.request) for e in scheduler.lost(0, 1.0)) == [("aborted", "b"), ("preempted", "a")]
     scheduler.check()
@@ -146,8 +143,7 @@ def test_lost_returns_preemptions_of_batches_that_never_completed() -> None:
     add_request(scheduler, "young", 40, 40)
     step(scheduler)
     while scheduler.running == 2:
-        batch = scheduler.schedule(0.0)
-        assert batch is not None
+        batch = present(scheduler.schedule(0.0))
         if scheduler.running == 2:
             scheduler.complete(batch.id, [], 0.0)
     told = [(event.kind, event.request) for event in scheduler.lost(0, 1.0)]
@@ -207,8 +203,7 @@ def test_equally_urgent_long_requests_do_not_alternate_under_our_ruling(mode: st
         add_request(scheduler, name, 15_000, 1)
     order, now = [], 0.0
     while not scheduler.idle:
-        batch = scheduler.schedule(now)
-        assert batch is not None
+        batch = present(scheduler.schedule(now))
         now += batch.predicted_s
         order += [name for name, _, _ in chunks(batch)]
         scheduler.complete(
@@ -231,8 +226,7 @@ def test_an_answer_that_lost_its_kv_goes_on_before_any_new_request() -> None:
     while "answer" not in scheduler.state.ready.members:
         add_request(scheduler, f"short {number}", 60, 1, now=now)
         number += 1
-        batch = scheduler.schedule(now)
-        assert batch is not None
+        batch = present(scheduler.schedule(now))
         assert chunks(batch)[0][0] == "answer"
         now += batch.predicted_s
         longest_s = max(longest_s, batch.predicted_s)
@@ -261,8 +255,7 @@ def test_no_new_request_takes_the_blocks_that_a_lost_answer_waits_for() -> None:
 def test_batch_refuses_more_repeats_than_allowed(repeats: int) -> None:
     scheduler = make_scheduler()
     add_request(scheduler, "a", 10)
-    batch = scheduler.schedule(0.0)
-    assert batch is not None
+    batch = present(scheduler.schedule(0.0))
     with pytest.raises(InvariantError, match=f"may run 1 times, not {repeats}"):
         scheduler.complete(batch.id, [], 0.0, repeats=repeats)
 

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+from tests.helpers.present import present
 from tests.helpers.scheduler_steps import add_request, chunks, make_scheduler, step
 from tests.helpers.unit_latency import small_machine
 
@@ -40,8 +41,7 @@ def test_prefill_phase_stages_its_kv_and_decode_phase_claims_it_in_place() -> No
     assert [(e.kind, e.request, e.tokens) for e in events] == [("started", "a", 0), ("staged", "a", 40)]
     scheduler.check()
     assert scheduler.idle
-    lease = scheduler.staged_kv.lease("a")
-    assert lease is not None
+    lease = present(scheduler.staged_kv.lease("a"))
     runs = scheduler.block_manager.where(lease.request)
     add_phase(scheduler, "a", 41, "decode", cached=40)
     scheduler.check()
@@ -149,8 +149,7 @@ def test_decode_that_ends_with_the_token_in_flight_stages_nothing(end: str) -> N
     scheduler = make_scheduler()
     add_request(scheduler, "a", 20, 20)
     step(scheduler)
-    batch = scheduler.schedule(0.0)
-    assert batch is not None
+    batch = present(scheduler.schedule(0.0))
     assert scheduler.stage("a", 0.0) == []
     if end == "aborted":
         assert scheduler.abort("a", 0.0) == []
@@ -174,8 +173,7 @@ def test_evicted_decode_is_staged_with_its_next_token() -> None:
         step(scheduler, 0.0, "old")
     while "new" in scheduler:
         step(scheduler)
-    lease = scheduler.staged_kv.lease("new")
-    assert lease is not None
+    lease = present(scheduler.staged_kv.lease("new"))
     assert lease.tokens > 51
     scheduler.check()
 
@@ -254,8 +252,7 @@ class PhasesWorld:
         self.stays[name] = _Stay(known, phase, left, cached)
 
     def _tend(self, name: str, there: int, arrivals: bool) -> None:
-        lease = self.scheduler.staged_kv.lease(name)
-        assert lease is not None
+        lease = present(self.scheduler.staged_kv.lease(name))
         if not there:
             self.kept[name] = lease.tokens if self.rng.random() < 0.3 else 0
         elif not arrivals or self.rng.random() < 0.2:

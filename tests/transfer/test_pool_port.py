@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.helpers.engine_fixtures import INFO
 from tests.helpers.kv_ends import End, meet
+from tests.helpers.present import present
 from tests.helpers.random_weights import random_decoder, reference_config
 from tests.helpers.unit_latency import small_machine
 
@@ -70,8 +71,7 @@ class Engine:
         assert self.core.submit(message, memoryview(prompt.tobytes())) is None
 
     def step(self) -> None:
-        staged_kv = self.core.scheduler.staged_kv
-        assert staged_kv is not None
+        staged_kv = present(self.core.scheduler.staged_kv)
         for name in staged_kv.admit():
             self.desk.granted(name)
         self.core.step()
@@ -140,8 +140,7 @@ def test_room_is_reserved_once_and_only_as_far_as_it_exists(ends: tuple[End, End
         ReserveKv("a", 100),
     ]
     engine.words.clear()
-    staged_kv = engine.core.scheduler.staged_kv
-    assert staged_kv is not None
+    staged_kv = present(engine.core.scheduler.staged_kv)
     engine.desk.forget("a")
     staged_kv.release("a")
     engine.step()
@@ -151,8 +150,7 @@ def test_room_is_reserved_once_and_only_as_far_as_it_exists(ends: tuple[End, End
 def test_operations_that_no_batch_carries_are_carried_out(ends: tuple[End, End]) -> None:
     """Nothing is computed here, and the block manager's operations do not pile up."""
     engine = Engine(ends[0])
-    staged_kv = engine.core.scheduler.staged_kv
-    assert staged_kv is not None
+    staged_kv = present(engine.core.scheduler.staged_kv)
     for i in range(2000):
         engine.desk.take(ReserveKv(f"r{i}", 30))
         engine.step()

@@ -18,6 +18,7 @@ import pytest
 from msgspec.structs import replace
 from tests.helpers.kv_ends import LAYERS, SLOTS, End, meet
 from tests.helpers.polling import let_arrive, until
+from tests.helpers.present import present
 
 from headway.runtime.engine.protocol import PeerAddress
 from headway.runtime.kv_transfer import local, slab_memory
@@ -65,8 +66,7 @@ def fill(sender: End, request: str) -> None:
 def test_bodies_are_in_shared_memory_and_only_notes_in_the_socket(ends: tuple[End, End]) -> None:
     sender, receiver = ends
     sizes: list[int] = []
-    handle = receiver.peers._handler
-    assert handle is not None
+    handle = present(receiver.peers._handler)
 
     def counted(source: int, scope: str, note: bytes, body: memoryview) -> None:
         sizes.append(body.nbytes)
@@ -222,8 +222,7 @@ def test_only_offered_memory_is_mapped(tmp_path: Path) -> None:
     os.close(far)
     assert offered(near, size) is None
     assert SharedMemory().attach(b"short") is None
-    reader = offered(memory(size), size)
-    assert reader is not None
+    reader = present(offered(memory(size), size))
     assert not reader.read(SLABS - 1, 4096, lambda: None).any()
     for slab, length in ((SLABS, 1), (-1, 1), (0, 4097)):
         with pytest.raises(OSError, match="in no shared memory"):
