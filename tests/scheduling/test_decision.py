@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from tests.helpers.unit_latency import Linear, small_machine
 from tests.scheduling.policy_alone import CountedPool
 
 from headway.core.request import BACKGROUND_PRIORITY, Request, Slo
-from headway.perf.latency.base import decode_load, load_s
+from headway.perf.latency.base import BatchLoad, decode_load, load_s
 from headway.policy.iteration.budget import BACKGROUND_WAIT_S
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
@@ -17,12 +19,22 @@ from headway.policy.iteration.medha import SEVERAL, MedhaConfig
 
 
 def policy_of(pool: CountedPool, **fields: object) -> IterationPolicy:
-    fields = {
-        "policy": "fcfs",
-        "t_target_s": 0.01,
-        **fields,
-    }
-    return IterationPolicy(SchedulerConfig(**fields), small_machine(), pool)
+    return IterationPolicy(SchedulerConfig(**{"policy": "fcfs", "t_target_s": 0.01, **fields}), small_machine(), pool)
+
+
+NOTHING = BatchLoad()
+
+
+def picked(policy: IterationPolicy, now: float = 0.0, load: BatchLoad = NOTHING, **more: Any) -> dict[str, int]:
+    """The tokens of each request that gets some, in order, beside a load."""
+    return dict(policy.pick(load, now, **more).quotas)
+
+
+def compute(policy: IterationPolicy, quotas: dict[str, int]) -> None:
+    """An iteration with these quotas."""
+    for name, tokens in quotas.items():
+        policy.moved(name, policy.holders[name].scheduled + tokens)
+    policy.began()
 
 
 def request(name: str, prompt: int, **fields: object) -> Request:
@@ -40,7 +52,7 @@ def test_under_medhas_rules_a_long_prompt_leaves_time_to_shorts(mode: str) -> No
         policy.enter(request("long", 4000))
         if others:
             policy.enter(request("short", 200))
-        return policy.pick(decode_load(policy.latency, 0, 0), 0.0).quotas.get("long", 0)
+        return picked(policy).get("long", 0)
 
     # As printed it yields whether or not a short one waits.
     assert (quota(others=True) < quota(others=False)) == (mode == "default")
@@ -57,7 +69,7 @@ def test_under_medhas_rules_a_prompt_of_several_iterations_leaves_time_to_one_of
         assert {state.medha_size for state in policy.queue} == {SEVERAL}
         if others:
             policy.enter(request("chat", 40))
-        return policy.pick(decode_load(policy.latency, 0, 0), 0.0).quotas
+        return picked(policy)
 
     alone, beside = quotas(others=False), quotas(others=True)
     assert beside["chat"] == 40
@@ -67,11 +79,11 @@ def test_under_medhas_rules_a_prompt_of_several_iterations_leaves_time_to_one_of
 def test_no_time_is_left_to_a_prompt_for_which_there_is_no_kv() -> None:
     policy = policy_of(CountedPool(40, 16), policy="lars", medha=MEDHA)
     policy.enter(request("turn", 640))
-    first = policy.pick(decode_load(policy.latency, 0, 0), 0.0).quotas
+    first = picked(policy)
     policy.moved("turn", 100)
     policy.enter(request("chat", 40))
-    second = policy.pick(decode_load(policy.latency, 0, 0), 0.0).quotas
-    assert list(first) == list(second) == ["turn"]
+    second = picked(policy)
+    assert [*first] == [*second] == ["turn"]
     assert second["turn"] > 0.9 * first["turn"]
 
 
@@ -85,14 +97,11 @@ def test_a_cut_chunk_is_efficient_where_no_target_was_asked_for(decodes: int) ->
     policy.enter(request("document", 200_000))
     load, cut = decode_load(policy.latency, decodes, decodes * 4000), 0
     for step in range(60):
-        now = 0.01 * step
-        for name, tokens in policy.pick(load, now).quotas.items():
-            state = policy.holders[name]
-            if name == "document":
-                cut += 1
-                assert tokens >= efficient.least_tokens(state.scheduled)
-            policy.moved(name, state.scheduled + tokens)
-        policy.began()
+        quotas = picked(policy, 0.01 * step, load)
+        if "document" in quotas:
+            cut += 1
+            assert quotas["document"] >= efficient.least_tokens(policy.holders["document"].scheduled)
+        compute(policy, quotas)
     assert cut > 10
 
 
@@ -103,14 +112,11 @@ def test_a_chunk_of_a_document_gives_way_to_a_prompt_that_completes_where_few_wa
     policy.enter(request("document", 200_000))
     for number in range(others):
         policy.enter(request(f"other {number}", 100_000))
-    computed: list[set[str]] = []
+    computed = []
     for step in range(4):
         policy.enter(request(f"chat {step}", 60))
-        quotas = policy.pick(decode_load(policy.latency, 0, 0), 0.01 * step).quotas
-        computed.append(set(quotas))
-        for name, tokens in quotas.items():
-            policy.moved(name, policy.holders[name].scheduled + tokens)
-        policy.began()
+        computed.append(picked(policy, 0.01 * step))
+        compute(policy, computed[-1])
     assert all(f"chat {step}" in names for step, names in enumerate(computed))
     assert [len(names) > 1 for names in computed] == ([True] * 4 if others else [False, True] * 2)
 
@@ -119,15 +125,14 @@ def test_an_asked_for_target_allows_less_efficient_chunks() -> None:
     model = Linear(row_s=1e-3, fixed_s=0.05)
     policy = IterationPolicy(SchedulerConfig(), model, CountedPool(100_000, 16))
     policy.enter(request("reader", 20, slo=Slo(tbt_s=0.16)))
-    policy.pick(decode_load(model, 0, 0), 0.0)
+    picked(policy)
     policy.moved("reader", 20)
     policy.decoding("reader")
     policy.enter(request("document", 50_000))
-    (tokens,) = policy.pick(decode_load(model, 1, 30), 0.0).quotas.values()
-    assert tokens < policy.budget.chunks.least_tokens(0)
+    beside, least = decode_load(model, 1, 30), policy.budget.chunks.least_tokens(0)
+    assert picked(policy, 0.0, beside)["document"] < least
     policy.ended("reader")
-    (tokens,) = policy.pick(decode_load(model, 1, 30), 0.0).quotas.values()
-    assert tokens >= policy.budget.chunks.least_tokens(0)
+    assert picked(policy, 0.0, beside)["document"] >= least
 
 
 def test_the_order_of_the_ladder_beside_that_of_arrival() -> None:
@@ -143,8 +148,7 @@ def test_prefills_in_flight_cannot_exhaust_the_pool() -> None:
     policy = policy_of(pool)
     for name in ("one", "two", "three"):
         policy.enter(request(name, 64))
-    admitted = list(policy.pick(decode_load(policy.latency, 0, 0), 0.0).quotas)
-    assert admitted == ["one", "two"]  # the third would need 5 of the 2 blocks that are not pledged
+    assert [*picked(policy)] == ["one", "two"]  # the third would need 5 of the 2 blocks that are not pledged
     assert pool.free_blocks == 2
     blocked = [state.request.id for state in policy.order(0.0) if state.skipped_since is not None]
     assert blocked == ["three"]
@@ -153,32 +157,29 @@ def test_prefills_in_flight_cannot_exhaust_the_pool() -> None:
 def test_cached_tokens_are_no_work() -> None:
     policy = policy_of(CountedPool(100, 16))
     policy.enter(request("cached", 200, cached_tokens=192))
-    assert policy.pick(decode_load(policy.latency, 0, 0), 0.0).quotas == {"cached": 8}
+    assert picked(policy) == {"cached": 8}
 
 
 def test_a_preempted_request_computes_what_it_had_generated_again() -> None:
     pool = CountedPool(100, 16)
     policy = policy_of(pool)
     policy.enter(request("a", 40))
-    (tokens,) = policy.pick(decode_load(policy.latency, 0, 0), 0.0).quotas.values()
-    policy.moved("a", tokens)
+    policy.moved("a", picked(policy)["a"])
     policy.decoding("a")
     assert not list(policy.order(0.0))
     del pool.blocks["a"]
     policy.lost("a", 43)
-    (tokens,) = policy.pick(decode_load(policy.latency, 0, 0), 1.0).quotas.values()
-    assert tokens == 43
+    assert picked(policy, 1.0) == {"a": 43}
 
 
 def test_skipped_requests_get_no_tokens_and_admission_can_be_closed() -> None:
     policy = policy_of(CountedPool(100, 16))
     policy.enter(request("a", 40))
     policy.enter(request("b", 40))
-    empty = decode_load(policy.latency, 0, 0)
-    assert policy.pick(empty, 0.0, admits_new=False).quotas == {}
-    assert list(policy.pick(empty, 0.0, skip={"a"}).quotas) == ["b"]
+    assert picked(policy, admits_new=False) == {}
+    assert [*picked(policy, skip={"a"})] == ["b"]
     policy.moved("b", 8)
-    assert list(policy.pick(empty, 0.0, admits_new=False).quotas) == ["b"]
+    assert [*picked(policy, admits_new=False)] == ["b"]
 
 
 @pytest.mark.parametrize("beside", ["nothing", "a chat", "decodes"])
@@ -215,17 +216,15 @@ def test_a_background_request_advances_though_others_never_stop_to_decode() -> N
     assert BACKGROUND_WAIT_S < load_s(policy.latency, decodes) < 0.04
     given = []
     for _ in range(100):
-        quotas = policy.pick(decodes, 0.0).quotas
-        for name, tokens in quotas.items():
-            policy.moved(name, policy.holders[name].scheduled + tokens)
-        policy.began()
+        quotas = picked(policy, 0.0, decodes)
+        compute(policy, quotas)
         given.append(sum(quotas.values()))
-    places = [place for place, computed in enumerate(given) if computed]
+    places = [place for place, tokens in enumerate(given) if tokens]
     assert len(places) >= 10
     assert max(np.diff(places)) <= PROGRESS_EVERY + 1
     # A prompt for which a client waits goes first.
     policy.enter(request("chat", 20))
-    assert next(iter(policy.pick(decodes, 0.0).quotas)) == "chat"
+    assert next(iter(picked(policy, 0.0, decodes))) == "chat"
 
 
 def test_background_iterations_are_longer_where_arrivals_are_rare_or_the_context_is_long() -> None:

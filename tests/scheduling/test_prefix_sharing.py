@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from tests.helpers.marks import quick_first
@@ -220,31 +221,27 @@ def world_of(*clients: Client, pool: int = 4096, **fields: object) -> CachedWorl
     return CachedWorld(random.Random(0), pool, list(clients), **fields)
 
 
-def test_a_prompt_that_comes_again_is_computed_but_for_its_last_block() -> None:
-    prompt = tuple(range(100))
-    world = world_of(client("a", prompt))
-    world.run()
-    world.clients = [client("b", prompt)]
-    world.run()
-    # 6 whole blocks of 16; the last 4 tokens are computed.
-    assert world.computed == 100 + 4
-    assert (world.cache.queried_tokens, world.cache.hit_tokens) == (200, 96)
+def in_turn(*clients: Client, **fields: Any) -> CachedWorld:
+    """A world in which each comes when the one before has ended."""
+    world = world_of(**fields)
+    for one in clients:
+        world.clients = [one]
+        world.run()
+    return world
 
 
-def test_a_prompt_of_whole_blocks_still_computes_its_last_token() -> None:
-    world = world_of(client("a", tuple(range(96))))
-    world.run()
-    world.clients = [client("b", tuple(range(96)))]
-    world.run()
-    assert world.computed == 96 + BLOCK
+@pytest.mark.parametrize(("tokens", "hit"), [(100, 96), (96, 80)])
+def test_a_prompt_that_comes_again_is_computed_but_for_its_last_block(tokens: int, hit: int) -> None:
+    """One of whole blocks still computes its last token."""
+    prompt = tuple(range(tokens))
+    world = in_turn(client("a", prompt), client("b", prompt))
+    assert world.computed == 2 * tokens - hit
+    assert (world.cache.queried_tokens, world.cache.hit_tokens) == (2 * tokens, hit)
 
 
 def test_the_next_turn_finds_the_answer_cached_too() -> None:
     first = client("a", tuple(range(40)), output=30)
-    world = world_of(first)
-    world.run()
-    world.clients = [client("b", first.prompt + first.output + (7, 7))]
-    world.run()
+    world = in_turn(first, client("b", first.prompt + first.output + (7, 7)))
     # Of 70 tokens all but the last generated one have KV: 4 blocks.
     assert world.cache.hit_tokens == 64
 
@@ -287,8 +284,7 @@ def test_cached_blocks_count_as_free_and_keep_none_waiting() -> None:
 
 
 def test_a_limit_of_unused_blocks_is_kept() -> None:
-    world = world_of(client("a", tuple(range(1000)), 1), unused_blocks=5)
-    world.run()
+    world = in_turn(client("a", tuple(range(1000)), 1), unused_blocks=5)
     assert world.manager.cached_tokens == 5 * BLOCK
 
 
