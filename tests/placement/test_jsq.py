@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import pytest
 from tests.helpers.cluster_worlds import TETRIS_CONTEXT, TETRIS_LINKS
 
-from headway.control.log import replay
-from headway.core.errors import ConfigError
 from headway.core.request import Request
 from headway.perf.hardware import LINKS
 from headway.policy.placement.contract import (
@@ -21,12 +18,9 @@ from headway.policy.placement.contract import (
     RequestArrived,
 )
 from headway.policy.placement.registry import make_placement
-from headway.sim.cluster.build import cluster_of, placement_of, run_cluster
-from headway.sim.cluster.simulation import simulate_cluster
+from headway.sim.cluster.build import run_cluster
 from headway.sim.metrics import ttft_s
 from headway.sim.scenario import parse_scenario
-from headway.sim.workload import TraceRequest
-from headway.sim.workload.traces import PromptText, TextPiece
 
 
 def chosen(state: ClusterState, queue: str, cached: tuple[int, ...] = (), *, affinity: bool = False) -> int:
@@ -66,30 +60,6 @@ def test_affinity_weighs_what_is_cached_against_the_queue() -> None:
     state.put(msgspec.structs.replace(state.instances[2], free_at_s=60.0, queued=5000))
     for queue in ("seconds", "tokens"):
         assert chosen(state, queue, (0, 0, 960), affinity=True) == 0
-
-
-def test_a_decision_log_with_hits_replays() -> None:
-    scenario = parse_scenario(
-        {
-            "cluster": {"placement": "jsq", "options": {"affinity": True}, "pools": [{"count": 3}]},
-            "prefix_cache": {},
-            "workload": {"mix": [{"prompt": "fixed:2000", "output": "fixed:20"}], "requests": 1},
-        }
-    )
-    text = PromptText((TextPiece(2000, 1),))
-    requests = [TraceRequest(0.5 * i, 2000, 20, text=text) for i in range(12)]
-    spec = cluster_of(scenario, requests)
-    lines: list[bytes] = []
-    result = simulate_cluster(spec, placement_of(scenario, spec), requests, record=lines.append)
-    assert [record.cached_tokens for record in result.sim.records] == [0] + [1984] * 11
-    assert any(b'"cached":[' in line for line in lines)
-    assert replay(lines, lambda about: placement_of(scenario, spec))[1] is None
-
-
-def test_roles_are_checked() -> None:
-    state = ClusterState([ClusterInstance(id=0, node=0, role="prefill")], TETRIS_LINKS)
-    with pytest.raises(ConfigError, match="role mixed"):
-        chosen(state, "seconds")
 
 
 def run(policy: str) -> dict[str, list[float]]:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.helpers.cluster_worlds import TETRIS_CONTEXT, TETRIS_LINKS
+from tests.helpers.present import present
 
 from headway.control.backend import ActionImpossible
 from headway.control.dispatch import check_capable
@@ -58,11 +59,32 @@ def asked(tokens: int) -> Request:
 
 
 def decided(
-    name: str, tokens: int, cached: tuple[int, ...], links: ClusterLinks = TETRIS_LINKS, **options: Any
+    name: str,
+    tokens: int,
+    cached: tuple[int, ...],
+    links: ClusterLinks = TETRIS_LINKS,
+    *,
+    live: bool = False,
+    free_at_s: tuple[float, ...] = (),
+    **options: Any,
 ) -> Action:
-    policy = make_placement(name, TETRIS_CONTEXT, {"affinity": True, **options})
-    actions = policy.on_event(RequestArrived(asked(tokens), cached), ClusterSnapshot(state_of(links), 0.0))
-    return actions[0]
+    """Return the decision. `live`: of instances that copy no prefixes. `free_at_s`: when each is free."""
+    state = state_of(links)
+    for i, at_s in enumerate(free_at_s):
+        state.put(msgspec.structs.replace(state.instances[i], free_at_s=at_s))
+    context = msgspec.structs.replace(TETRIS_CONTEXT, copies_prefixes=not live)
+    policy = make_placement(name, context, {"affinity": True, **options})
+    action, *_ = policy.on_event(RequestArrived(asked(tokens), cached), ClusterSnapshot(state, 0.0))
+    if live:
+        check_capable(action, NATIVE_CAPABILITIES, None)
+    return action
+
+
+def planned(name: str, tokens: int, cached: tuple[int, ...], *more: Any, **fields: Any) -> CommitSpans:
+    """Return the decision, which has to be spans."""
+    action = decided(name, tokens, cached, *more, **fields)
+    assert isinstance(action, CommitSpans)
+    return action
 
 
 # -- costs ---------------------------------------------------------------------------------------------------------
@@ -99,95 +121,62 @@ def test_the_faster_of_copy_and_recomputation_is_chosen() -> None:
 
 
 def test_plans_begin_behind_a_prefix_that_is_copied_in_time() -> None:
-    action = decided("tetris", 100_000, (0, 0, 0, 0, 64_000))
-    assert isinstance(action, CommitSpans)
+    action = planned("tetris", 100_000, (0, 0, 0, 0, 64_000))
     assert action.spans[0].start == 64_000
-    assert action.prefix is not None
     view = ClusterSnapshot(state_of(), 0.0)
-    assert action.prefix == CachedPrefix(
-        4, 64_000, copy_seconds(64_000, 4, action.spans[0].group, view, TETRIS_CONTEXT)
-    )
-    whole = decided("tetris", 100_000, (0, 0, 0, 0, 64_000), slow(1e4))
-    assert isinstance(whole, CommitSpans)
-    assert (whole.spans[0].start, whole.prefix) == (0, None)
-    unseen = decided("tetris", 100_000, (0, 0, 0, 0, 64_000), affinity=False)
-    assert isinstance(unseen, CommitSpans)
-    assert (unseen.spans[0].start, unseen.prefix) == (0, None)
+    copy_s = copy_seconds(64_000, 4, action.spans[0].group, view, TETRIS_CONTEXT)
+    assert action.prefix == CachedPrefix(4, 64_000, copy_s)
+    for whole in (
+        planned("tetris", 100_000, (0, 0, 0, 0, 64_000), slow(1e4)),
+        planned("tetris", 100_000, (0, 0, 0, 0, 64_000), affinity=False),
+    ):
+        assert (whole.spans[0].start, whole.prefix) == (0, None)
 
 
 def test_pecsched_counts_uncached_tokens() -> None:
-    assert isinstance(decided("pecsched", 60_000, ()), CommitSpans)
+    planned("pecsched", 60_000, ())
     short = decided("pecsched", 60_000, (0, 0, 40_000, 0, 0))  # 20,000 are left: below `long_tokens`
     assert isinstance(short, EnqueueRequest)
     assert (short.group, short.prefix) == ((2,), CachedPrefix(2, 40_000))
-    long = decided("pecsched", 100_000, (0, 0, 40_000, 0, 0))
-    assert isinstance(long, CommitSpans)
+    long = planned("pecsched", 100_000, (0, 0, 40_000, 0, 0))
     assert long.spans[0].start == 40_000
-    assert long.prefix is not None
-    assert (long.prefix.copy_s > 0) == (long.spans[0].group != (2,))
-    whole = decided("pecsched", 100_000, (0, 0, 0, 0, 40_000), slow(1e4))
-    assert isinstance(whole, CommitSpans)
-    assert whole.spans[0].start == 0
+    assert (present(long.prefix).copy_s > 0) == (long.spans[0].group != (2,))
+    assert planned("pecsched", 100_000, (0, 0, 0, 0, 40_000), slow(1e4)).spans[0].start == 0
 
 
 def test_pecsched_keeps_requests_long_that_no_replica_holds_alone() -> None:
-    action = decided("pecsched", 450_000, (0, 0, 0, 0, 449_984))
-    assert isinstance(action, CommitSpans)
-    assert len(action.spans[0].group) > 1
+    assert len(planned("pecsched", 450_000, (0, 0, 0, 0, 449_984)).spans[0].group) > 1
 
 
 # -- live: nothing is copied -----------------------------------------------------------------------------------------
 
-LIVE = msgspec.structs.replace(TETRIS_CONTEXT, copies_prefixes=False)
-
-
-def decided_live(
-    name: str, tokens: int, cached: tuple[int, ...], free_at_s: tuple[float, ...] = (), **options: Any
-) -> Action:
-    """Return the decision of instances that copy no prefixes; `free_at_s`: when each is free."""
-    state = state_of()
-    for i, at_s in enumerate(free_at_s):
-        state.put(msgspec.structs.replace(state.instances[i], free_at_s=at_s))
-    policy = make_placement(name, LIVE, {"affinity": True, **options})
-    action, *_ = policy.on_event(RequestArrived(asked(tokens), cached), ClusterSnapshot(state, 0.0))
-    check_capable(action, NATIVE_CAPABILITIES, None)
-    return action
-
 
 def test_live_plans_begin_where_the_prefix_is() -> None:
     # What is left takes less than the others are busy: the instance that has the prefix computes it alone.
-    alone = decided_live("tetris", 100_000, (0, 0, 99_000, 0, 99_968), (5.0, 5.0, 0.0, 5.0))
-    assert isinstance(alone, CommitSpans)
+    alone = planned("tetris", 100_000, (0, 0, 99_000, 0, 99_968), live=True, free_at_s=(5.0, 5.0, 0.0, 5.0))
     assert [(span.start, span.end, span.group) for span in alone.spans] == [(99_000, 100_000, (2,))]
     assert alone.prefix == CachedPrefix(2, 99_000)
     # Much is left: a group, which the prefix is spread over as any earlier chunk.
-    group = decided_live("tetris", 300_000, (0, 0, 64_000, 0, 0))
-    assert isinstance(group, CommitSpans)
+    group = planned("tetris", 300_000, (0, 0, 64_000, 0, 0), live=True)
     assert (group.spans[0].start, group.prefix) == (64_000, CachedPrefix(2, 64_000))
     assert 2 in group.spans[0].group
     assert len(group.spans[-1].group) > 1
     # Where it is busy for longer than computing all of it elsewhere takes, the prefix is of no use.
-    busy = decided_live("tetris", 100_000, (0, 0, 90_000, 0, 0), (0.0, 0.0, 500.0))
-    assert isinstance(busy, CommitSpans)
+    busy = planned("tetris", 100_000, (0, 0, 90_000, 0, 0), live=True, free_at_s=(0.0, 0.0, 500.0))
     assert (busy.spans[0].start, busy.prefix) == (0, None)
     assert 2 not in busy.spans[0].group
     # Only instances that prefill count.
-    decode = decided_live("tetris", 100_000, (0, 0, 0, 0, 99_000))
-    assert isinstance(decode, CommitSpans)
+    decode = planned("tetris", 100_000, (0, 0, 0, 0, 99_000), live=True)
     assert (decode.spans[0].start, decode.prefix) == (0, None)
 
 
 def test_live_pecsched_begins_long_requests_behind_a_prefix_of_their_group() -> None:
     # A long request's own replicas, by its uncached tokens.
-    (first, *_) = [decided_live("pecsched", 300_000, (0,) * 5).spans[0].group]
-    holder = first[0]
-    cached = tuple(100_000 if i == holder else 0 for i in range(5))
-    inside = decided_live("pecsched", 300_000, cached)
-    assert isinstance(inside, CommitSpans)
+    holder = planned("pecsched", 300_000, (0,) * 5, live=True).spans[0].group[0]
+    inside = planned("pecsched", 300_000, tuple(100_000 * (i == holder) for i in range(5)), live=True)
     assert holder in inside.spans[0].group
     assert (inside.spans[0].start, inside.prefix) == (100_000, CachedPrefix(holder, 100_000))
-    outside = decided_live("pecsched", 300_000, (0, 0, 0, 0, 100_000))
-    assert isinstance(outside, CommitSpans)
+    outside = planned("pecsched", 300_000, (0, 0, 0, 0, 100_000), live=True)
     assert (outside.spans[0].start, outside.prefix) == (0, None)
 
 
