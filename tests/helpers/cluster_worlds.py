@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tests.helpers.unit_latency import small_machine
 
@@ -75,6 +76,16 @@ def run_to_end(simulation: ClusterSimulation) -> SimResult:
         engine.replica.block_manager.check()
         assert engine.replica.block_manager.used_tokens == 0
     return simulation.result().sim
+
+
+def scripted(**decide: Callable[[Any, ClusterSnapshot], Sequence[Action]]) -> Scripted:
+    """A policy from a function for each kind of event that it acts on, by the event's class."""
+
+    def decided(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
+        one = decide.get(type(event).__name__)
+        return [] if one is None else one(event, view)
+
+    return Scripted(decided)
 
 
 class Scripted:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from tests.helpers.cluster_worlds import PerToken, Scripted, cluster
+from tests.helpers.cluster_worlds import PerToken, Scripted, cluster, scripted
 from tests.helpers.unit_latency import small_machine
 
 from headway.core.request import Request, Span
@@ -19,7 +19,6 @@ from headway.policy.placement.contract import (
     ClusterSnapshot,
     CommitSpans,
     EnqueueRequest,
-    Event,
     KvReady,
     PreemptRequest,
     RequestArrived,
@@ -39,18 +38,19 @@ def together(requests: Sequence[Request], view: ClusterSnapshot, group: tuple[in
 
 
 def collecting(count: int, more: Sequence[Action] = ()) -> Scripted:
-    """Waits for `count` requests, then computes them together on instances 0 and 1."""
+    """Waits for `count` requests, then computes them together on instances 0 and 1. They decode on the latter, or where
+    `more` sends their KV."""
     there: list[Request] = []
 
-    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
-        if isinstance(event, RequestArrived):
-            there.append(event.request)
-            return [together(there, view, (0, 1)), *more] if len(there) == count else []
-        if isinstance(event, SpanDone):
-            return [EnqueueRequest(event.request, (1,), "decode")]
-        return []
+    def arrived(event: RequestArrived, view: ClusterSnapshot) -> Sequence[Action]:
+        there.append(event.request)
+        return [together(there, view, (0, 1)), *more] if len(there) == count else []
 
-    return Scripted(decide)
+    return scripted(
+        RequestArrived=arrived,
+        SpanDone=lambda event, view: [] if more else [EnqueueRequest(event.request, (1,), "decode")],
+        KvReady=lambda event, view: [EnqueueRequest(event.request, (event.instance,), "decode")],
+    )
 
 
 def test_requests_of_a_batch_start_and_end_together_and_share_the_fixed_cost() -> None:
@@ -81,9 +81,7 @@ def test_a_batch_goes_on_when_one_of_its_clients_leaves() -> None:
 def test_a_batch_is_refused_as_a_whole_and_cannot_be_preempted() -> None:
     there: list[Request] = []
 
-    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
-        if not isinstance(event, RequestArrived):
-            return []
+    def arrived(event: RequestArrived, view: ClusterSnapshot) -> Sequence[Action]:
         there.append(event.request)
         if len(there) == 1:
             return []
@@ -96,7 +94,7 @@ def test_a_batch_is_refused_as_a_whole_and_cannot_be_preempted() -> None:
         )
         return [twice, apart, together(there, view, (0, 1)), together(there, view, (0, 1)), PreemptRequest("r1")]
 
-    policy = Scripted(decide)
+    policy = scripted(RequestArrived=arrived)
     result = simulate_cluster(cluster(), policy, [TraceRequest(0.0, 100, 1), TraceRequest(0.0, 100, 1)])
     refused = [event for _, event in policy.heard if isinstance(event, ActionRefused)]
     assert len(refused) == 4
@@ -106,16 +104,7 @@ def test_a_batch_is_refused_as_a_whole_and_cannot_be_preempted() -> None:
 
 
 def test_each_request_of_a_batch_is_transferred_by_itself() -> None:
-    there: list[Request] = []
-
-    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
-        if isinstance(event, RequestArrived):
-            there.append(event.request)
-            sends = (TransferKv("r0", 4, 0), TransferKv("r1", 5, 0))
-            return [together(there, view, (0, 1)), *sends] if len(there) == 2 else []
-        return [EnqueueRequest(event.request, (event.instance,), "decode")] if isinstance(event, KvReady) else []
-
-    policy = Scripted(decide)
+    policy = collecting(2, [TransferKv("r0", 4, 0), TransferKv("r1", 5, 0)])
     work = [TraceRequest(0.0, 1000, 3), TraceRequest(0.0, 3000, 3)]
     result = simulate_cluster(cluster(decode=2), policy, work)
     assert {(e.request, e.instance) for _, e in policy.heard if isinstance(e, KvReady)} == {("r0", 4), ("r1", 5)}

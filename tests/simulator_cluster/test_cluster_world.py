@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from tests.helpers.cluster_worlds import PerToken, Scripted, cluster
+from tests.helpers.cluster_worlds import PerToken, cluster, scripted
 
 from headway.core.request import Span
 from headway.policy.placement.contract import (
@@ -15,7 +15,6 @@ from headway.policy.placement.contract import (
     ClusterSnapshot,
     CommitSpans,
     EnqueueRequest,
-    Event,
     HoldGranted,
     HoldGroup,
     KvReady,
@@ -23,14 +22,11 @@ from headway.policy.placement.contract import (
     RejectRequest,
     ReleaseGroup,
     RequestArrived,
-    RequestFinished,
-    RequestPrefilled,
     ResumeRequest,
     SpanDone,
     SpanPaused,
     SpanProgress,
     TransferKv,
-    WakeupDue,
 )
 from headway.policy.placement.registry import PolicyContext, make_placement
 from headway.sim.cluster.simulation import simulate_cluster
@@ -48,13 +44,11 @@ def whole(event: RequestArrived, view: ClusterSnapshot, group: tuple[int, ...]) 
 def test_spans_queue_in_order_and_free_times_are_absolute() -> None:
     seen: list[tuple[float, ...]] = []
 
-    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
-        if isinstance(event, RequestArrived):
-            seen.append(tuple(i.free_at_s for i in view.instances))
-            return [whole(event, view, (0, 1) if event.request.id == "r0" else (1, 2))]
-        return []
+    def arrived(event: RequestArrived, view: ClusterSnapshot) -> Sequence[Action]:
+        seen.append(tuple(i.free_at_s for i in view.instances))
+        return [whole(event, view, (0, 1) if event.request.id == "r0" else (1, 2))]
 
-    policy = Scripted(decide)
+    policy = scripted(RequestArrived=arrived)
     requests = [TraceRequest(0.0, 2000, 1), TraceRequest(0.5, 1000, 1), TraceRequest(0.7, 10, 1)]
     result = simulate_cluster(cluster(), policy, requests)
     assert policy.times(SpanDone) == pytest.approx([1.0, 1.5, 1.505])
@@ -70,16 +64,15 @@ def test_a_preempted_span_keeps_its_layers_and_queued_work_goes_first(
 ) -> None:
     """Of 32 layers in 1.6 s the ninth is under way at 0.42 s; where it is cut into four, the second one's second."""
 
-    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
-        if isinstance(event, RequestArrived) and event.request.id == "r0":
+    def arrived(event: RequestArrived, view: ClusterSnapshot) -> Sequence[Action]:
+        if event.request.id == "r0":
             return [whole(event, view, (0, 1))]
-        if isinstance(event, RequestArrived):
-            return [PreemptRequest("r0"), EnqueueRequest(event.request.id, (0,), "prefill", concurrent=False)]
-        if isinstance(event, RequestFinished) and event.request == "r1":
-            return [ResumeRequest("r0")]
-        return []
+        return [PreemptRequest("r0"), EnqueueRequest(event.request.id, (0,), "prefill", concurrent=False)]
 
-    policy = Scripted(decide)
+    policy = scripted(
+        RequestArrived=arrived,
+        RequestFinished=lambda event, view: [ResumeRequest("r0")] if event.request == "r1" else [],
+    )
     requests = [TraceRequest(0.0, 3200, 1), TraceRequest(0.42, 100, 1)]
     result = simulate_cluster(replace(cluster(), rows=rows), policy, requests)
     (paused,) = [event for _, event in policy.heard if isinstance(event, SpanPaused)]
@@ -92,16 +85,11 @@ def test_a_preempted_span_keeps_its_layers_and_queued_work_goes_first(
 
 @pytest.mark.parametrize("sends_layers", [True, False])
 def test_disaggregated_prefill_moves_kv_and_decodes_elsewhere(sends_layers: bool) -> None:
-    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
-        if isinstance(event, RequestArrived):
-            return [EnqueueRequest(event.request.id, (0,), "prefill")]
-        if isinstance(event, RequestPrefilled):
-            return [TransferKv(event.request, 2, overlapped=True)]
-        if isinstance(event, KvReady):
-            return [EnqueueRequest(event.request, (event.instance,), "decode")]
-        return []
-
-    policy = Scripted(decide)
+    policy = scripted(
+        RequestArrived=lambda event, view: [EnqueueRequest(event.request.id, (0,), "prefill")],
+        RequestPrefilled=lambda event, view: [TransferKv(event.request, 2, overlapped=True)],
+        KvReady=lambda event, view: [EnqueueRequest(event.request, (event.instance,), "decode")],
+    )
     spec = replace(cluster(2, decode=1), sends_layers=sends_layers)
     result = simulate_cluster(spec, policy, [TraceRequest(0.0, 1000, 4)])
     (record,) = result.sim.records
@@ -114,15 +102,10 @@ def test_disaggregated_prefill_moves_kv_and_decodes_elsewhere(sends_layers: bool
 
 
 def test_kv_sent_during_compute_arrives_after_the_last_layer() -> None:
-    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
-        if isinstance(event, RequestArrived):
-            span = Span(request=event.request, start=0, end=1000, group=(0, 1))
-            return [CommitSpans(event.request.id, (span,), view.version), TransferKv(event.request.id, 2, index=0)]
-        if isinstance(event, KvReady):
-            return [EnqueueRequest(event.request, (2,), "decode")]
-        return []
-
-    policy = Scripted(decide)
+    policy = scripted(
+        RequestArrived=lambda event, view: [whole(event, view, (0, 1)), TransferKv(event.request.id, 2, index=0)],
+        KvReady=lambda event, view: [EnqueueRequest(event.request, (2,), "decode")],
+    )
     (record,) = simulate_cluster(cluster(2, decode=1), policy, [TraceRequest(0.0, 1000, 2)]).sim.records
     layer_s = 500 * 131072 / 32 / 1e9
     assert record.token_s[0] == pytest.approx(0.5)
@@ -139,15 +122,13 @@ def test_a_request_keeps_its_place_at_the_receiver_between_two_chunks() -> None:
         "r3": [(0, 1500, (2,))],
     }
 
-    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
-        if not isinstance(event, RequestArrived):
-            return []
+    def arrived(event: RequestArrived, view: ClusterSnapshot) -> Sequence[Action]:
         request, to = event.request, 4
         mine = tuple(Span(request=request, start=a, end=b, group=group) for a, b, group in spans[request.id])
         sends = [TransferKv(request.id, to, index) for index in range(len(mine))] if request.id != "r0" else []
         return [CommitSpans(request.id, mine, view.version), *sends]
 
-    policy = Scripted(decide)
+    policy = scripted(RequestArrived=arrived)
     arrivals = [TraceRequest(at, sum(b - a for a, b, _ in parts), 2) for at, parts in zip(
         (0.0, 0.0, 0.6, 0.7), spans.values(), strict=True)]  # fmt: skip
     simulate_cluster(cluster(4, decode=1, backends=1), policy, arrivals, RunSpec(window_s=20.0))
@@ -155,32 +136,28 @@ def test_a_request_keeps_its_place_at_the_receiver_between_two_chunks() -> None:
 
 
 def test_a_span_waits_for_idle_schedulers_and_later_requests_queue_behind_it() -> None:
-    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
-        if isinstance(event, RequestArrived):
-            return [whole(event, view, (0,)) if event.request.id == "r1" else EnqueueRequest(event.request.id, (0,))]
-        return []
+    def arrived(event: RequestArrived, view: ClusterSnapshot) -> Sequence[Action]:
+        return [whole(event, view, (0,)) if event.request.id == "r1" else EnqueueRequest(event.request.id, (0,))]
 
     requests = [TraceRequest(0.0, 100, 200), TraceRequest(0.01, 1000, 1), TraceRequest(0.02, 100, 2)]
-    result = simulate_cluster(cluster(), Scripted(decide), requests)
+    result = simulate_cluster(cluster(), scripted(RequestArrived=arrived), requests)
     chat, document, late = result.sim.records
     assert document.scheduled_s == chat.finish_s
     assert late.scheduled_s == document.finish_s
 
 
 def test_holds_are_granted_whole_and_refused_commits_change_nothing() -> None:
-    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
-        if isinstance(event, RequestArrived) and event.request.id == "r0":
+    def arrived(event: RequestArrived, view: ClusterSnapshot) -> Sequence[Action]:
+        if event.request.id == "r0":
             return [whole(event, view, (0,)), HoldGroup("x", (0, 1))]
-        if isinstance(event, RequestArrived):
-            stale = whole(event, view, (0, 1))
-            return [CommitSpans(stale.request, stale.spans, version=0), whole(event, view, (1,))]
-        if isinstance(event, HoldGranted):
-            policy.wake_s = view.now_s + 2.0
-        if isinstance(event, WakeupDue):
-            return [ReleaseGroup("x")]
+        stale = whole(event, view, (0, 1))
+        return [CommitSpans(stale.request, stale.spans, version=0), whole(event, view, (1,))]
+
+    def granted(event: HoldGranted, view: ClusterSnapshot) -> Sequence[Action]:
+        policy.wake_s = view.now_s + 2.0
         return []
 
-    policy = Scripted(decide)
+    policy = scripted(RequestArrived=arrived, HoldGranted=granted, WakeupDue=lambda *_: [ReleaseGroup("x")])
     result = simulate_cluster(
         cluster(), policy, [TraceRequest(0.0, 1000, 1), TraceRequest(0.1, 1000, 1)], keep_bars=True
     )
@@ -196,13 +173,12 @@ def test_holds_are_granted_whole_and_refused_commits_change_nothing() -> None:
 
 
 def test_rejections_and_windows_are_accounted_for() -> None:
-    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
-        if isinstance(event, RequestArrived):
-            return [RejectRequest("r0", "too long")] if event.request.id == "r0" else [whole(event, view, (0,))]
-        return []
+    def arrived(event: RequestArrived, view: ClusterSnapshot) -> Sequence[Action]:
+        return [RejectRequest("r0", "too long")] if event.request.id == "r0" else [whole(event, view, (0,))]
 
+    policy = scripted(RequestArrived=arrived)
     result = simulate_cluster(
-        cluster(), Scripted(decide), [TraceRequest(0.0, 10, 1), TraceRequest(0.0, 5000, 1)], RunSpec(window_s=2.0)
+        cluster(), policy, [TraceRequest(0.0, 10, 1), TraceRequest(0.0, 5000, 1)], RunSpec(window_s=2.0)
     )
     assert [record.error for record in result.sim.records] == ["rejected: too long", "unfinished"]
     assert result.busy_s[0] == pytest.approx(2.0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from tests.helpers.cluster_worlds import Scripted, cluster
+from tests.helpers.cluster_worlds import cluster, scripted
 
 from headway.core.request import Span
 from headway.policy.iteration.config import SchedulerConfig
@@ -16,7 +16,6 @@ from headway.policy.placement.contract import (
     ClusterSnapshot,
     CommitSpans,
     EnqueueRequest,
-    Event,
     RequestArrived,
     RequestPrefilled,
 )
@@ -34,9 +33,7 @@ def chunked(spec: ClusterSpec, chunking: str, t_target_s: float) -> ClusterSpec:
 def test_free_times_include_requests_queued_behind_a_ring() -> None:
     free: list[float] = []
 
-    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
-        if not isinstance(event, RequestArrived):
-            return []
+    def arrived(event: RequestArrived, view: ClusterSnapshot) -> Sequence[Action]:
         free.append(view.instances[0].free_at_s - view.now_s)
         request = event.request
         if request.prompt_tokens > 1000:
@@ -44,7 +41,7 @@ def test_free_times_include_requests_queued_behind_a_ring() -> None:
         return [EnqueueRequest(request.id, (0,), "prefill")]
 
     prompts = [TraceRequest(0.0, 4000, 1), *(TraceRequest(0.1 * k, 500, 1) for k in range(1, 6))]
-    simulate_cluster(cluster(2), Scripted(decide), prompts)
+    simulate_cluster(cluster(2), scripted(RequestArrived=arrived), prompts)
     steps = [b - a + 0.1 for a, b in pairwise(free[1:])]
     assert free[1] == pytest.approx(1.9)
     assert steps == pytest.approx([steps[0]] * 4)
@@ -64,9 +61,7 @@ def test_fifo_spreads_requests_queued_behind_a_ring_evenly() -> None:
 def test_a_span_is_planned_behind_the_prefill_backlog_of_schedulers() -> None:
     seen: list[float] = []
 
-    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
-        if not isinstance(event, RequestArrived):
-            return []
+    def arrived(event: RequestArrived, view: ClusterSnapshot) -> Sequence[Action]:
         request = event.request
         if request.id == "r0":
             return [EnqueueRequest(request.id, (0,), "prefill")]
@@ -76,7 +71,7 @@ def test_a_span_is_planned_behind_the_prefill_backlog_of_schedulers() -> None:
         return [CommitSpans(request.id, (Span(request=request, start=0, end=4000, group=(0, 1)),), view.version)]
 
     work = [TraceRequest(0.0, 8000, 1), TraceRequest(0.0, 4000, 1), TraceRequest(0.001, 10, 1)]
-    result = simulate_cluster(chunked(cluster(2), "whole", 10.0), Scripted(decide), work)
+    result = simulate_cluster(chunked(cluster(2), "whole", 10.0), scripted(RequestArrived=arrived), work)
     alone_s, both_s = seen
     assert both_s == pytest.approx(alone_s + 2.0)
     assert result.sim.records[1].token_s[0] == pytest.approx(both_s, rel=0.01)
@@ -85,13 +80,16 @@ def test_a_span_is_planned_behind_the_prefill_backlog_of_schedulers() -> None:
 def test_free_times_count_only_the_rest_of_a_prompt() -> None:
     free: list[float] = []
 
-    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
-        if isinstance(event, RequestPrefilled):
-            free.append(view.instances[0].free_at_s)
-        return [EnqueueRequest(event.request.id, (0,), "prefill")] if isinstance(event, RequestArrived) else []
+    def prefilled(event: RequestPrefilled, view: ClusterSnapshot) -> Sequence[Action]:
+        free.append(view.instances[0].free_at_s)
+        return []
 
+    policy = scripted(
+        RequestArrived=lambda event, view: [EnqueueRequest(event.request.id, (0,), "prefill")],
+        RequestPrefilled=prefilled,
+    )
     shorts = [TraceRequest(0.05 * k, 10, 2) for k in range(1, 8)]
     world = chunked(cluster(1), "static:512", 0.055)
-    simulate_cluster(world, Scripted(decide), [TraceRequest(0.0, 16_384, 2), *shorts])
+    simulate_cluster(world, policy, [TraceRequest(0.0, 16_384, 2), *shorts])
     assert len(free) == 8
     assert free[6] < free[0] + 0.1, "each short one that ends would else start the long one's clock anew"

@@ -10,21 +10,15 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.helpers.cluster_worlds import Scripted, cluster, run_to_end
+from tests.helpers.cluster_worlds import Scripted, cluster, run_to_end, scripted
 
 from headway.control.kv import KvClaim, gives_way
 from headway.core.request import Span
 from headway.policy.placement.contract import (
-    Action,
-    ClusterSnapshot,
     CommitSpans,
     EnqueueRequest,
-    Event,
     KvReady,
     PlacementPolicy,
-    RequestArrived,
-    RequestPrefilled,
-    SpanDone,
     TransferKv,
     longest_request,
     too_long,
@@ -141,23 +135,19 @@ def test_transfers_that_hold_nothing_where_others_wait_need_no_search_for_deadlo
     assert all(record.ok for record in result.records)
 
 
-def _to_decode(event: Event, view: ClusterSnapshot) -> list[Action]:
+def to_decode() -> Scripted:
     """Prompts on instance 0, decodes on instance 1."""
-    if isinstance(event, RequestArrived):
-        request = event.request
-        span = Span(request=request, start=0, end=request.prompt_tokens, group=(0,))
-        return [CommitSpans(request.id, (span,), view.version)]
-    if isinstance(event, SpanDone):
-        return [TransferKv(event.request, 1)]
-    if isinstance(event, KvReady):
-        return [EnqueueRequest(event.request, (1,), "decode")]
-    return []
+    return scripted(
+        RequestArrived=lambda event, view: [CommitSpans(event.request.id, (Span.whole(event.request),), view.version)],
+        SpanDone=lambda event, view: [TransferKv(event.request, 1)],
+        KvReady=lambda event, view: [EnqueueRequest(event.request, (1,), "decode")],
+    )
 
 
 def test_a_prompt_begins_when_the_one_before_has_left_its_blocks() -> None:
     began = {}
     for counted in (False, True):
-        policy = Scripted(_to_decode)
+        policy = to_decode()
         spec = replace(cluster(1, 1, pool=POOL), kv_reservations=counted)
         result, _ = run(spec, policy, [TraceRequest(0.0, 2500, 50), TraceRequest(0.0, 2500, 50)])
         assert all(record.ok for record in result.records)
@@ -168,17 +158,13 @@ def test_a_prompt_begins_when_the_one_before_has_left_its_blocks() -> None:
 
 
 def test_of_requests_that_wait_for_each_others_blocks_the_last_gives_way_and_the_others_end() -> None:
-    def crossed(event: Event, view: ClusterSnapshot) -> list[Action]:
-        if isinstance(event, RequestArrived):
-            return [EnqueueRequest(event.request.id, (int(event.request.id[1:]),), "prefill")]
-        if isinstance(event, RequestPrefilled):
-            return [TransferKv(event.request, 1 - event.group[0])]
-        if isinstance(event, KvReady):
-            return [EnqueueRequest(event.request, (event.instance,), "decode")]
-        return []
-
+    crossed = scripted(
+        RequestArrived=lambda event, view: [EnqueueRequest(event.request.id, (int(event.request.id[1:]),), "prefill")],
+        RequestPrefilled=lambda event, view: [TransferKv(event.request, 1 - event.group[0])],
+        KvReady=lambda event, view: [EnqueueRequest(event.request, (event.instance,), "decode")],
+    )
     workload = [TraceRequest(0.0, 3000, 20), TraceRequest(0.0, 3000, 20)]
-    result, waited = run(cluster(2, 0, pool=POOL), Scripted(crossed), workload)
+    result, waited = run(cluster(2, 0, pool=POOL), crossed, workload)
     first, last = result.records
     assert waited == 2
     assert first.ok
@@ -186,7 +172,7 @@ def test_of_requests_that_wait_for_each_others_blocks_the_last_gives_way_and_the
 
 
 def test_kv_that_no_pool_can_hold_is_refused_and_does_not_wait() -> None:
-    result, waited = run(cluster(1, 1, pool=1000), Scripted(_to_decode), [TraceRequest(0.0, 2000, 20)])
+    result, waited = run(cluster(1, 1, pool=1000), to_decode(), [TraceRequest(0.0, 2000, 20)])
     assert waited == 0
     assert result.records[0].error
 
