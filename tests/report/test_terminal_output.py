@@ -123,18 +123,6 @@ def test_a_trace_is_written_into_a_folder_that_did_not_exist_or_refused_in_a_lin
     assert done.stderr.count(b"\n") == 1
 
 
-@pytest.mark.parametrize("words", [["cluster", "x.yaml"], ["profile", "."], ["bench", "http://localhost:1"]])
-def test_a_base_install_gets_one_line_from_commands_that_need_more(words: list[str]) -> None:
-    blocked = ("torch", "tokenizers", "jinja2", "fastapi", "uvicorn", "zmq", "prometheus_client", "aiohttp")
-    code = (
-        f"import sys\nfor name in {blocked!r}: sys.modules[name] = None\nsys.argv = ['headway', *{words!r}]\n"
-        "from headway.cli.main import main; sys.exit(main())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("number", "to_all"), [(signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGKILL, False)]
 )

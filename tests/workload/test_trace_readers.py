@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.helpers.present import present
 
 from headway.sim.workload import TraceError, TraceRequest
 from headway.sim.workload.traces import PromptText, TextPiece, read_trace, shared_tokens
@@ -55,9 +56,7 @@ def test_agents_keep_each_sessions_own_clock(tmp_path: Path) -> None:
 
 
 def test_hash_ids_become_keys_of_blocks_of_any_size(tmp_path: Path) -> None:
-    first, second = (request.text for request in read_trace(write(tmp_path, MOONCAKE)).requests)
-    assert first is not None
-    assert second is not None
+    first, second = (present(request.text) for request in read_trace(write(tmp_path, MOONCAKE)).requests)
     assert first.tokens == 1024
     assert first.keys(512)[:1] == second.keys(512)
     assert len(first.keys(64)) == 16
@@ -81,9 +80,7 @@ def test_a_wrong_value_names_the_line_and_the_column(tmp_path: Path, given: str,
 
 
 def test_a_sessions_prompts_begin_as_its_cached_tokens_say(tmp_path: Path) -> None:
-    first, _, second = (request.text for request in read_trace(write(tmp_path, AGENTS)).requests)
-    assert first is not None
-    assert second is not None
+    first, _, second = (present(request.text) for request in read_trace(write(tmp_path, AGENTS)).requests)
     # 71,175 tokens and their answer of 169 come again; the trace counts whole blocks of 64
     assert first.keys(64) == second.keys(64)[: 71344 // 64]
     assert second.keys(64)[71344 // 64 :][0] not in first.keys(64)
@@ -122,10 +119,9 @@ def test_bailian_has_seconds_and_blocks_of_16_tokens(tmp_path: Path) -> None:
     first, second = trace.requests
     assert (trace.format, first.arrival_s, second.arrival_s) == ("bailian", 0.0, 1.5)
     assert (first.klass, second.klass) == ("text", "file")
-    assert first.text is not None
-    assert second.text is not None
-    assert first.text.keys(16)[:1] == second.text.keys(16)[:1]
-    assert len(first.text.keys(16)) == 2
+    keys = [present(one.text).keys(16) for one in (first, second)]
+    assert keys[0][:1] == keys[1][:1]
+    assert len(keys[0]) == 2
 
 
 @pytest.mark.parametrize(
@@ -174,16 +170,12 @@ def test_an_agents_session_is_read_with_its_subagents_as_threads(tmp_path: Path)
     first, inner, last = trace.requests
     assert (first.arrival_s, inner.arrival_s, last.arrival_s) == (0.0, 9.5, 12.0)
     assert (first.session, inner.thread, last.thread, last.think_s) == ("s", "a1", "", 1.5)
-    assert first.text is not None
-    assert last.text is not None
-    assert first.text.keys(64)[:2] == last.text.keys(64)[:2]
+    assert present(first.text).keys(64)[:2] == present(last.text).keys(64)[:2]
     # In a file of several sessions the same id is another block.
     line = session.replace("\n", " ") + "\n"
     both = read_trace(write(tmp_path, line + line.replace('"s"', '"t"', 1))).requests
-    texts = [one.text for one in both if one.prompt_tokens == 130]
-    assert texts[0] is not None
-    assert texts[1] is not None
-    assert not set(texts[0].keys(64)) & set(texts[1].keys(64))
+    one, other = (set(present(each.text).keys(64)) for each in both if each.prompt_tokens == 130)
+    assert not one & other
 
 
 def test_conversations_are_requests_whose_lengths_are_estimates(tmp_path: Path) -> None:
