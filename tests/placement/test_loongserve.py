@@ -253,7 +253,7 @@ def test_greedy_reproduces_the_example_of_tetris() -> None:
     leave=st.sampled_from([None, 3.0]),
     noise=st.sampled_from([0.0, 0.3]),
 )
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 def test_no_token_is_lost_or_repeated(
     work: list[tuple[int, int, int]], mode: str, prefill: str, reserved: int, leave: float | None, noise: float
 ) -> None:
