@@ -30,12 +30,6 @@ def edit_config(folder: Path, **fields: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    tensors = {name: tensor.clone() for name, tensor in load_file(folder / WEIGHTS).items()}
-    edit(tensors)
-    save_file(tensors, folder / WEIGHTS)
-
-
 def refused(folder: Path, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         load_decoder(folder)
@@ -66,24 +60,32 @@ def test_another_shape_has_another_fingerprint(folder: Path, tmp_path: Path) -> 
     assert load_decoder(folder).fingerprint != load_decoder(other).fingerprint
 
 
-def test_a_missing_tensor_is_refused_by_name_and_shape(folder: Path) -> None:
-    edit_tensors(folder, lambda tensors: tensors.pop(Q_PROJ))
-    refused(folder, re.escape(f"tensor '{Q_PROJ}' of shape [32, 32] is missing"))
-
-
-def test_a_tensor_of_another_shape_is_refused(folder: Path) -> None:
-    edit_tensors(folder, lambda tensors: tensors.update({Q_PROJ: torch.zeros(32, 16)}))
-    refused(folder, re.escape(f"model.safetensors: tensor '{Q_PROJ}' has shape [32, 16], expected [32, 32]"))
-
-
-def test_a_tensor_of_integers_is_refused(folder: Path) -> None:
-    edit_tensors(folder, lambda tensors: tensors.update({Q_PROJ: torch.zeros(32, 32, dtype=torch.int8)}))
-    refused(folder, "has type torch.int8, expected a float type")
-
-
-def test_a_tensor_that_the_architecture_does_not_have_is_refused(folder: Path) -> None:
-    edit_tensors(folder, lambda tensors: tensors.update({"model.layers.0.experts.weight": torch.zeros(2)}))
-    refused(folder, "1 tensors that this architecture does not have: 'model.layers.0.experts.weight'")
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda tensors: tensors.pop(Q_PROJ), re.escape(f"tensor '{Q_PROJ}' of shape [32, 32] is missing")),
+        (
+            lambda tensors: tensors.update({Q_PROJ: torch.zeros(32, 16)}),
+            re.escape(f"model.safetensors: tensor '{Q_PROJ}' has shape [32, 16], expected [32, 32]"),
+        ),
+        (
+            lambda tensors: tensors.update({Q_PROJ: torch.zeros(32, 32, dtype=torch.int8)}),
+            "has type torch.int8, expected a float type",
+        ),
+        (
+            lambda tensors: tensors.update({"model.layers.0.experts.weight": torch.zeros(2)}),
+            "1 tensors that this architecture does not have: 'model.layers.0.experts.weight'",
+        ),
+    ],
+    ids=["missing", "shape", "type", "unknown"],
+)
+def test_a_tensor_that_is_not_as_expected_is_refused_by_name(
+    folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any], message: str
+) -> None:
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / WEIGHTS).items()}
+    edit(tensors)
+    save_file(tensors, folder / WEIGHTS)
+    refused(folder, message)
 
 
 @pytest.mark.parametrize("kept", [0, 5, 200, -100])
@@ -93,24 +95,17 @@ def test_a_truncated_file_is_refused_with_its_size(folder: Path, kept: int) -> N
     refused(folder, r"model\.safetensors: truncated or damaged safetensors file of \d+ bytes")
 
 
-def test_a_shard_that_is_missing_is_named(folder: Path) -> None:
+def test_an_index_that_names_what_is_not_there_is_refused(folder: Path) -> None:
     shard(folder)
-    (folder / "model-00002-of-00002.safetensors").unlink()
-    refused(folder, "model-00002-of-00002.safetensors: no such file, though")
-
-
-def test_an_index_that_lists_what_a_file_lacks_is_refused(folder: Path) -> None:
-    shard(folder)
-    path = folder / "model.safetensors.index.json"
+    path, second = folder / "model.safetensors.index.json", folder / "model-00002-of-00002.safetensors"
     mapping = json.loads(path.read_text())["weight_map"]
     path.write_text(json.dumps({"weight_map": dict.fromkeys(mapping, "model-00001-of-00002.safetensors")}))
     refused(folder, "is missing, though model.safetensors.index.json lists it here")
-
-
-def test_an_index_that_leaves_the_folder_is_refused(folder: Path) -> None:
-    shard(folder)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
+    path.write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
     refused(folder, "is not a file name in this folder")
+    path.write_text(json.dumps({"weight_map": mapping}))
+    second.unlink()
+    refused(folder, f"{second.name}: no such file, though")
 
 
 def test_pickles_are_refused(folder: Path) -> None:
@@ -161,12 +156,9 @@ def test_a_window_that_no_sequence_outgrows_is_allowed(folder: Path) -> None:
     assert load_decoder(folder, max_model_len=128).config.max_model_len == 128
 
 
-def test_a_length_beyond_what_the_positions_were_made_for_is_refused(folder: Path) -> None:
+def test_a_length_or_type_that_cannot_be_served_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"max_model_len 513 is not within 1\.\.512"):
         load_decoder(folder, max_model_len=513)
-
-
-def test_an_unknown_dtype_setting_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="dtype 'int4' is not supported; supported are auto"):
         load_decoder(folder, "int4")
 

@@ -168,17 +168,18 @@ def test_a_lying_checkpoint_is_what_it_is_or_refused(tmp_path: Path, family: str
 
 
 @pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "hidden_size", "head_dim", "vocab_size"])
-@pytest.mark.parametrize("value", VALUES, ids=map(str, range(len(VALUES))))
-def test_each_size_of_a_configuration_may_be_anything(tmp_path: Path, name: str, value: Any) -> None:
+def test_each_size_of_a_configuration_may_be_anything(tmp_path: Path, name: str) -> None:
     path = make_tiny("llama", tmp_path) / "config.json"
     fields = json.loads(path.read_text())
-    if value == fields.get(name):
-        return
-    path.write_text(json.dumps({**fields, name: value}))
-    try:
-        with bounded():
-            logits(tmp_path)
-    except HeadwayError as error:
-        check_sentence(str(error))
-        return
-    assert (name, value) == ("head_dim", None)
+    taken = []
+    for value in VALUES:
+        if value == fields.get(name):
+            continue
+        path.write_text(json.dumps({**fields, name: value}))
+        try:
+            with bounded():
+                logits(tmp_path)
+            taken.append(value)
+        except HeadwayError as error:
+            check_sentence(str(error))
+    assert taken in ([], [None]) if name == "head_dim" else not taken
