@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from tests.helpers.greedy_reference import prompt_of
+from tests.helpers.marks import quick_first
 from tests.helpers.model_families import BLOCK, BLOCKS, checkpoint, core_of, expected, layout_of
 from tests.helpers.rank_processes import make_rank_config, rank_executor
 from tests.helpers.rank_serving import Ask, make_core, serve
@@ -130,7 +131,7 @@ def test_kv_groups_share_requests_over_sdpa() -> None:
     assert got == [expected("llama", seed, len(ask.prompt), ask.count) for seed, ask in enumerate(ASKS, start=1)]
 
 
-@pytest.mark.parametrize("name", ["T2", "S2", "K2"])
+@pytest.mark.parametrize("name", quick_first(["T2", "S2", "K2"]))
 @pytest.mark.parametrize("first", [pytest.param(None, id="cpu"), pytest.param(0, id="cuda", marks=needs(2))])
 def test_ranks_over_sdpa_equal_transformers(name: str, first: int | None) -> None:
     layout = layout_of(name)
