@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from headway.runtime.attention.backend import BatchSegment
-from headway.runtime.attention.cpu import CpuBackend
+from headway.runtime.attention.backends import CpuBackend
 from headway.runtime.attention.kv_pool import KvPool
 
 

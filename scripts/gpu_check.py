@@ -120,7 +120,7 @@ class CudaChecks:
 
     def load(self, folder: Path, device: str, dtype: str) -> Any:
         """Return a decoder over torch's attention kernels, or over the CPU's own for the reference."""
-        from headway.runtime.attention.backend import make_backend
+        from headway.runtime.attention.backends import make_backend
         from headway.runtime.model.loading import load_decoder
 
         backend = make_backend("cpu" if device == "cpu" else "sdpa")

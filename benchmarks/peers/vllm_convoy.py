@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from headway.runtime.attention.cpu import CpuBackend
+from headway.runtime.attention.backends import CpuBackend
 from headway.serving.load.convoy import MEASURES, SCHEMA, value_of
 from headway.serving.load.prompts import machine
 from headway.sim.report.page import ReportChart

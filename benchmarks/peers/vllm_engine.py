@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import torch
 
-from headway.runtime.attention.cpu import CpuBackend
+from headway.runtime.attention.backends import CpuBackend
 from headway.serving.load.convoy import ServerProcess
 from headway.serving.load.prompts import machine, versions
 

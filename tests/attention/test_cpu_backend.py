@@ -10,8 +10,8 @@ from torch import Tensor
 
 from headway.core.errors import ConfigError
 from headway.kv.allocator import cut_ranges
-from headway.runtime.attention.backend import BatchSegment, attend, make_backend
-from headway.runtime.attention.cpu import CpuBackend
+from headway.runtime.attention.backend import BatchSegment, attend
+from headway.runtime.attention.backends import CpuBackend, make_backend
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.attention.native import kernels
 

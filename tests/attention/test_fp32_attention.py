@@ -21,8 +21,8 @@ from torch import Tensor
 
 from headway.core.native_build import LIBRARIES, build, find_compiler
 from headway.kv.allocator import cut_ranges
-from headway.runtime.attention.backend import BatchSegment, attend, kernels_of
-from headway.runtime.attention.cpu import CpuBackend
+from headway.runtime.attention.backend import BatchSegment, attend
+from headway.runtime.attention.backends import CpuBackend, kernels_of
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.attention.native import GENERAL_DIMS, NativeChunks, attend_native, general_kernels
 

@@ -13,7 +13,7 @@ from tests.helpers.kernels import ORDERS, WAYS, exact, outgrowing, use_kernels
 from torch import Tensor
 
 from headway.runtime.attention.backend import BatchSegment, attend, merge
-from headway.runtime.attention.cpu import CpuBackend
+from headway.runtime.attention.backends import CpuBackend
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.attention.native import kernels
 

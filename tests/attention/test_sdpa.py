@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headway.runtime.attention import backend as primitive
-from headway.runtime.attention.backend import AttentionBackend, BatchSegment, make_backend
-from headway.runtime.attention.cpu import CpuBackend
+from headway.runtime.attention.backend import AttentionBackend, BatchSegment
+from headway.runtime.attention.backends import CpuBackend, SdpaBackend, make_backend
 from headway.runtime.attention.kv_pool import KvPool
-from headway.runtime.attention.sdpa import SdpaBackend
 
 Q_HEADS, KV_HEADS, DIM, LAYERS = 8, 2, 64, 2
 MOST = {torch.float32: 2e-5, torch.bfloat16: 2e-2}

@@ -15,7 +15,7 @@ from tests.helpers.polling import run_ready_tasks
 
 from headway.runtime.engine.process import EngineChannel
 from headway.runtime.engine.protocol import EngineStats, IterationOutputs
-from headway.runtime.launcher.network import guard_client, guard_server, new_token
+from headway.runtime.launcher.processes import guard_client, guard_server, new_token
 
 TOKEN = new_token()
 

@@ -45,7 +45,7 @@ from headway.runtime.engine.protocol import (
     join_endpoints,
     split_endpoints,
 )
-from headway.runtime.launcher.network import guard_client
+from headway.runtime.launcher.processes import guard_client
 from headway.runtime.launcher.ray_hosts import HostActor, RayHosts, mismatch
 
 

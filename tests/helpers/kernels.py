@@ -13,7 +13,7 @@ from headway.runtime.attention.native import CompiledKernels, build_library, ker
 
 HERE = kernels()
 WAYS = () if HERE is None else ("vectors", "tiles") if HERE.tiles else ("vectors",)
-_USERS = ("attention.native", "attention.backend", "attention.cpu")
+_USERS = ("attention.native", "attention.backend", "attention.backends")
 
 
 def use_kernels(way: str) -> Iterator[None]:

@@ -12,7 +12,7 @@ from tests.helpers.kernels import WAYS, use_kernels
 from tests.helpers.random_weights import random_decoder, reference_config
 
 from headway.runtime.attention.backend import BatchSegment
-from headway.runtime.attention.cpu import CpuBackend
+from headway.runtime.attention.backends import CpuBackend
 from headway.runtime.attention.native import kernels
 from headway.runtime.model.decoder import DecoderModel, DecoderWeights, LayerWeights, PackedLinear
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headway.core.native_build import LIBRARIES, build, find_compiler
 from headway.runtime.attention.backend import BatchSegment
-from headway.runtime.attention.cpu import CpuBackend
+from headway.runtime.attention.backends import CpuBackend
 from headway.runtime.attention.native import GeneralKernels, general_kernels
 from headway.runtime.model import decoder as linear_module
 from headway.runtime.model.decoder import DecoderModel

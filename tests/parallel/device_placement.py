@@ -24,7 +24,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from headway.perf.hardware import ParallelLayout
 from headway.runtime.assembly.single_process import SingleProcessExecutor
 from headway.runtime.attention.backend import BatchSegment
-from headway.runtime.attention.sdpa import SdpaBackend
+from headway.runtime.attention.backends import SdpaBackend
 from headway.runtime.executor import rank as gloo
 from headway.runtime.executor import worker as worker_module
 from headway.runtime.executor.measure import measure

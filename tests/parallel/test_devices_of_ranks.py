@@ -21,7 +21,7 @@ from headway.cli.main import main
 from headway.core.errors import ConfigError
 from headway.perf.device import CudaReport, DeviceAssignment, choose, has_driver
 from headway.runtime.assembly.single_process import SingleProcessExecutor
-from headway.runtime.attention.sdpa import SdpaBackend
+from headway.runtime.attention.backends import SdpaBackend
 from headway.runtime.executor import profiling as cuda
 from headway.runtime.executor.worker import GroupAttention, ModelWorker
 from headway.runtime.model.loading import load_decoder

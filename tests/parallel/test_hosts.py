@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headway.core.errors import CheckpointError, ConfigError
 from headway.runtime.embedded import model_path
 from headway.runtime.engine.config import EngineConfig
-from headway.runtime.launcher.network import address_towards, interface_of, new_token
+from headway.runtime.launcher.processes import address_towards, interface_of, new_token
 from headway.runtime.launcher.ray_hosts import node_of
 from headway.runtime.model.config import identity
 

@@ -42,8 +42,7 @@ from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.process import EngineProcess, start_engine, start_engine_elsewhere
 from headway.runtime.engine.protocol import EngineInfo
-from headway.runtime.launcher.network import new_token
-from headway.runtime.launcher.processes import ENGINE
+from headway.runtime.launcher.processes import ENGINE, new_token
 from headway.runtime.launcher.ray_hosts import RayHosts
 from headway.runtime.launcher.standby import EngineTemplate, TemplatePool
 from headway.sim.build import hosted, serving_of

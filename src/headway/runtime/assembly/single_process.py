@@ -20,7 +20,8 @@ from headway.perf.hardware import ParallelLayout
 from headway.perf.latency import table
 from headway.runtime.assembly.engine import LoadedModel, backend_name, kv_blocks, named_profile
 from headway.runtime.assembly.facts import eos_ids
-from headway.runtime.attention.backend import AttentionBackend, kernels_of, make_backend
+from headway.runtime.attention.backend import AttentionBackend
+from headway.runtime.attention.backends import kernels_of, make_backend
 from headway.runtime.attention.native import build_general_library, build_library
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.executor.measure import ComputeThreads, compute, measure

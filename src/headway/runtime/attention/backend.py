@@ -5,14 +5,12 @@ partial answers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from importlib import import_module
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from headway.core.errors import ConfigError
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.attention.native import (
     DIMS,
@@ -66,27 +64,6 @@ class AttentionBackend(Protocol):
         q: (T, q_heads, d); k, v: (T, kv_heads, d), rotated, in the pool's dtype; layer counts from the pool's first.
         Returns (T, q_heads, d) in q's dtype, contiguous. The pool holds k and v of all T rows on return.
         """
-
-
-def kernels_of(backend: AttentionBackend, dtype: torch.dtype) -> str:
-    """Return what a backend computes a dtype with, in words."""
-    words: Callable[[torch.dtype], str] | None = getattr(backend, "kernels_of", None)
-    return "ATen" if words is None else words(dtype)
-
-
-_BACKENDS = {
-    "cpu": ("headway.runtime.attention.cpu", "CpuBackend"),
-    "sdpa": ("headway.runtime.attention.sdpa", "SdpaBackend"),
-}
-
-
-def make_backend(name: str) -> AttentionBackend:
-    """Return the backend of that name. Called once at start-up; ConfigError lists the known names."""
-    if name not in _BACKENDS:
-        raise ConfigError(f"unknown attention backend '{name}': known are {', '.join(sorted(_BACKENDS))}")
-    module, attribute = _BACKENDS[name]
-    backend: AttentionBackend = getattr(import_module(module), attribute)()
-    return backend
 
 
 # The one attention primitive and the one merge that every layout, split and schedule is made of.

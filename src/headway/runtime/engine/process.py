@@ -33,8 +33,7 @@ from headway.runtime.engine.protocol import (
     SpanTaskDone,
     join_endpoints,
 )
-from headway.runtime.launcher.network import guard_server, new_token
-from headway.runtime.launcher.processes import ENGINE, ProcessHandle, spawn
+from headway.runtime.launcher.processes import ENGINE, ProcessHandle, guard_server, new_token, spawn
 from headway.runtime.launcher.ray_hosts import RayHosts
 from headway.runtime.launcher.standby import EngineTemplate
 

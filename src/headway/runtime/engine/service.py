@@ -34,7 +34,7 @@ from headway.runtime.engine.protocol import (
     split_endpoints,
 )
 from headway.runtime.engine.requests import take_changes
-from headway.runtime.launcher.network import guard_client
+from headway.runtime.launcher.processes import guard_client
 
 _STATS_EVERY_S = 0.1
 _IDLE_POLL_MS = 500

@@ -27,7 +27,6 @@ from headway.runtime.engine.protocol import EndProcess, FatalError, SubmitReques
 from headway.runtime.executor.plans import (
     CONTROL_IDENTITY,
     HEARTBEAT_IDENTITY,
-    PROTOCOL_VERSION,
     BatchPlan,
     ForeignTokens,
     Frame,
@@ -321,8 +320,8 @@ class MultiProcessExecutor(Executor):
         self._groups = make_groups(self.layout, self._numbers)
         try:
             self._transport, self._starting = self._start_ranks(), True
-        except OSError as error:  # raised by the next `result`
-            self._lost = LostError(f"the workers could not start again: {error}")
+        except OSError as error:  # the server starts another engine
+            raise LostError(f"the workers could not start again: {error}") from error
 
     def _adopt_ranks(self, timeout_s: float | None) -> None:
         """When the new ranks are ready, admit all live requests to them, with the output so far."""
@@ -596,11 +595,8 @@ class ProcessTransport:
             raise ConfigError(hello.error if hello.final else f"worker {rank} failed while starting: {hello.error}")
         if not isinstance(hello, RankHello):
             raise ConfigError(f"worker {rank} sent {hello!r} while starting")
-        if (hello.protocol, hello.version) != (PROTOCOL_VERSION, __version__):
-            raise ConfigError(
-                f"worker {rank} is of version {hello.version} (protocol {hello.protocol}), the engine of "
-                f"{__version__} (protocol {PROTOCOL_VERSION})"
-            )
+        if hello.version != __version__:
+            raise ConfigError(f"worker {rank} is of version {hello.version}, the engine of {__version__}")
         self._hellos[rank] = hello
         if hello.loaded is None and len(self._hellos) == len(self.processes):
             for each in self._hellos:

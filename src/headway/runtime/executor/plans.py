@@ -49,9 +49,6 @@ from headway.runtime.model.config import ModelShard
 # each rank, for one request at a time. None grows with a context, except prompts, which come once, and slots by the
 # number of their ranges.
 
-PROTOCOL_VERSION = 9
-"""Raised with every change of these messages; a rank of another number is refused."""
-
 HEARTBEAT_IDENTITY = b"beat-"
 """Prefix of the identity of a rank's connection for heartbeats; the rank's number follows."""
 
@@ -75,8 +72,8 @@ class LoadedRank(msgspec.Struct, frozen=True, array_like=True):
 class RankHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """A rank's first message, and, with what it has `loaded`, its answer to `RankWelcome`."""
 
-    protocol: int = PROTOCOL_VERSION
     version: str = __version__
+    """A rank of another version is refused."""
     store_port: int = 0
     """The port of the rendezvous store, from rank 0 of several hosts; else 0."""
     loaded: LoadedRank | None = None

@@ -67,7 +67,7 @@ from headway.runtime.executor.worker import ModelWorker, RankLinks
 from headway.runtime.kv_transfer.connector import SaveKv, make_connector
 from headway.runtime.kv_transfer.peers import PeerNetwork
 from headway.runtime.kv_transfer.port import KvPort
-from headway.runtime.launcher.network import address_towards, interface_of
+from headway.runtime.launcher.processes import address_towards, interface_of
 from headway.runtime.model.config import DecoderConfig
 from headway.runtime.sequence_parallel.spans import SpanExecutor
 

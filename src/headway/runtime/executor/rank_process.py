@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import Store
 from headway.core.errors import ConfigError, HeadwayError
 from headway.core.files import read_json
 from headway.core.logs import setup
-from headway.runtime.attention.backend import make_backend
+from headway.runtime.attention.backends import make_backend
 from headway.runtime.engine.liveness import PER_TIMEOUT, HeartbeatSender
 from headway.runtime.engine.protocol import EndProcess, FatalError
 from headway.runtime.executor.plans import (
@@ -54,7 +54,7 @@ from headway.runtime.executor.rank import (
     rendezvous,
 )
 from headway.runtime.executor.worker import GroupAttention, ModelWorker
-from headway.runtime.launcher.network import guard_client
+from headway.runtime.launcher.processes import guard_client
 from headway.runtime.model.config import read_config
 from headway.runtime.model.loading import load_decoder, resolve_dtype
 

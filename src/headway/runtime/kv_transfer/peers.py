@@ -27,7 +27,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from headway.core.errors import ConfigError
 from headway.runtime.engine.protocol import PeerAddress, PeerLostError, endpoint, named
-from headway.runtime.launcher.network import guard_client, guard_server
+from headway.runtime.launcher.processes import guard_client, guard_server
 
 # One way to one incarnation of another end: a ZeroMQ socket for what leaves, and what is expected from there.
 #

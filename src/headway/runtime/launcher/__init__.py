@@ -4,5 +4,5 @@ Start with `processes` (the one handle of all), `standby` (a process that has lo
 and `ray_hosts`.
 
 1. A child ends with its parent.
-2. Connections between hosts are encrypted and authenticated (`network`).
+2. Connections between hosts are encrypted and authenticated.
 """

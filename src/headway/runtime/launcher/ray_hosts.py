@@ -31,8 +31,16 @@ from headway.core.machine import CORES
 from headway.perf.device import available_bytes
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.executor.plans import RankConfig
-from headway.runtime.launcher.network import address_towards, guard_server, new_token
-from headway.runtime.launcher.processes import ENGINE, RANK, ProcessHandle, SpawnedProcess, spawn
+from headway.runtime.launcher.processes import (
+    ENGINE,
+    RANK,
+    ProcessHandle,
+    SpawnedProcess,
+    address_towards,
+    guard_server,
+    new_token,
+    spawn,
+)
 from headway.runtime.model.config import identity
 
 log = logging.getLogger("headway.engine")

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headway.runtime.attention.backend import AttentionBackend, AttentionPlan, make_backend
+from headway.runtime.attention.backend import AttentionBackend, AttentionPlan
+from headway.runtime.attention.backends import make_backend
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.attention.native import GeneralKernels, linear_kernels
 from headway.runtime.model.config import WHOLE, DecoderConfig, ModelShard, RopeConfig
