@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.rank_serving import make_core
 
+from headway.core.batch import Batch, Chunk, DecodeGroup, GroupBatch, KvOp
 from headway.core.errors import ConfigError, LostError
 from headway.core.request import SamplingParams
 from headway.perf.hardware import ParallelLayout
@@ -135,6 +136,23 @@ def test_ranks_that_run_without_progress_are_lost_unless_they_wait_for_a_core() 
     assert executor.result(0.3) is None
     wire.busy = False
     with pytest.raises(RankLostError, match=r"worker 0 has carried out nothing for 0\.\d+ s"):
+        executor.result(5.0)
+
+
+def test_a_group_that_waits_for_another_in_a_batch_is_not_late() -> None:
+    wire = ScriptedWire()
+    executor = MultiProcessExecutor(wire, ParallelLayout(kvp=2), None, IterationDeadline(0.05, 0.0))
+    chunk = Chunk("a", 0, 4, False)
+    for name in "ab":
+        executor.admit(name, memoryview(np.arange(3, 8, dtype=np.int32).tobytes()), SamplingParams(max_tokens=8))
+    ops = {name: (KvOp("reserve", name, 1),) for name in "ab"}
+    parts = (
+        GroupBatch(0, DecodeGroup(), (chunk,), ops["a"]),
+        GroupBatch(1, DecodeGroup(), (Chunk("b", 0, 4, False),), ops["b"]),
+    )
+    executor.submit(Batch(id=1, parts=parts))
+    wire.says.append((0, PlanDone(1)))
+    with pytest.raises(RankLostError, match=r"worker 1 has carried out nothing"):
         executor.result(5.0)
 
 

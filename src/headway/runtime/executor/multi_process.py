@@ -358,7 +358,7 @@ class MultiProcessExecutor(Executor):
         if message is None:
             self._check_progress(time.monotonic())
             return False
-        self._groups[self._places[message[0]].group].contact_s = time.monotonic()
+        self._touch(self._places[message[0]].group, time.monotonic())
         self._on_message(*message)
         return True
 
@@ -386,18 +386,28 @@ class MultiProcessExecutor(Executor):
         if self.hosts is not None:
             self.hosts.close()
 
+    def _touch(self, group: int, now: float) -> None:
+        """Note that a rank of a group has sent something: those that wait for it in a batch have time again."""
+        self._groups[group].contact_s = now
+        for batch in self._batches:
+            if any(flight.part.group == group for flight in batch):
+                for flight in batch:
+                    self._groups[flight.part.group].contact_s = now
+
     def _check_progress(self, now: float) -> None:
         """Raise RankLostError where a group has plans in flight and has sent nothing for too long: heartbeats come from
         a separate thread, and go on while a rank hangs in a computation or waits for a message that was lost."""
+        # Each batch passes through all stages, and takes about as long in each; it may wait for those of other groups.
+        predicted_s = self.layout.stages * sum(
+            flight.predicted_s for group in self._groups for flight in group.in_flight
+        )
+        limit_s = self._deadline.allowed_s(IterationProgress(predicted_s=predicted_s))
+        limit_s = limit_s if self.on_control is None else max(limit_s, _SPAN_S)
         for group in self._groups:
-            if not group.in_flight:
-                continue
-            # Each batch passes through all stages, and takes about as long in each.
-            predicted_s = self.layout.stages * sum(flight.predicted_s for flight in group.in_flight)
-            limit_s = self._deadline.allowed_s(IterationProgress(predicted_s=predicted_s))
-            limit_s = limit_s if self.on_control is None else max(limit_s, _SPAN_S)
-            waiting = sorted(group.in_flight[0].pending_ranks)
-            if now - group.contact_s > limit_s and not any(self._transport.starved(r, limit_s, now) for r in waiting):
+            # None: it has carried out its part of a batch, and other groups have not.
+            waiting = sorted(set[int]().union(*(flight.pending_ranks for flight in group.in_flight)))
+            late = waiting and now - group.contact_s > limit_s
+            if late and not any(self._transport.starved(rank, limit_s, now) for rank in waiting):
                 raise RankLostError(waiting[0], f"has carried out nothing for {limit_s:g} s, though it runs")
 
     # -- measuring ----------------------------------------------------------------------------------------------
