@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.helpers.live_feeds import logged_events
-from tests.helpers.log_page import log_page
+from tests.helpers.live_feeds import log_page, logged_events
 
 from headway.cli.main import main
 

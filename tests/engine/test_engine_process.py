@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from tests.engine.test_engine_restarts import FAKE, serving, stream, tokens
 from tests.helpers.fake_executor import VOCAB, answer
-from tests.helpers.polling import run_ready_tasks, until
+from tests.helpers.polling import eventually, run_ready_tasks, until
 from tests.helpers.process_tree import is_running
 
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
@@ -90,11 +90,12 @@ async def test_an_id_in_use_is_refused_and_its_first_stream_goes_on() -> None:
         assert begun + await tokens(first) == answer([1, 2], 300)
 
 
-async def test_an_engine_that_may_not_start_again_fails_its_streams_and_every_later_one() -> None:
+async def test_an_engine_that_may_not_start_again_fails_all_streams_and_holds_nothing() -> None:
     async with serving(max_restarts=0) as client:
         streams = [stream(client, f"r{i}", [i], count=10**6) for i in range(3)]
         for one in streams:
             await anext(one)
+        await eventually(lambda: client.stats.running + client.stats.waiting >= 3)
         os.kill(client.pid, signal.SIGKILL)
         for one in streams:
             with pytest.raises(UnavailableError, match=r"has ended with signal 9 \(SIGKILL\)"):
@@ -102,6 +103,12 @@ async def test_an_engine_that_may_not_start_again_fails_its_streams_and_every_la
         assert client.state == "lost"
         with pytest.raises(UnavailableError, match=r"has ended with signal 9 \(SIGKILL\)"):
             await tokens(stream(client, "late", [1]))
+        stats = client.stats
+        assert (stats.running, stats.waiting, stats.kv_tokens_used, stats.kv_tokens_total) == (0, 0, 0, 0)
+        assert not stats.recovering
+        assert stats.iterations_total > 0, "what it did is counted"
+        assert stats.decode_tokens_total > 0
+        assert stats.prefill_tokens_total >= 3
         await client.drain()
     assert gone(client)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from tests.helpers.polling import until
 from tests.helpers.unit_latency import small_machine
 
 from headway.policy.iteration.config import SchedulerConfig
@@ -63,3 +66,21 @@ def sampled_feed(events: Sequence[dict[str, Any]]) -> tuple[LiveFeed, ReplayedRu
 def followed(record: Any) -> FollowedRequest:
     """A record's request as it arrives."""
     return FollowedRequest(record.id, record.klass, record.arrival_s, record.prompt_tokens)
+
+
+@contextmanager
+def log_page(events: Sequence[dict[str, Any]] | None = None) -> Iterator[str]:
+    """Yield the page's address. events: of the log, by default of a convoy."""
+    import uvicorn
+
+    from headway.serving.live.pages import LogPlayer, create_app
+    from headway.serving.live.recordings import EngineRecording
+
+    app = create_app(LogPlayer(EngineRecording(replay(events or logged_events(), detail=True)), "convoy.jsonl"))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until(lambda: server.started, 60.0)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join(10)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from scripts.headless_browser import Browser, browser, missing_browser
 from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.log_page import log_page
+from tests.helpers.live_feeds import log_page
 
 from headway.runtime.engine.protocol import ChunkSample, EngineSamples, IterationSample
 
