@@ -77,8 +77,8 @@ PUBLISHED_MS = {
     ("prefill", 10): 18.58, ("prefill", 1000): 68.89, ("decode", 10): 11.38, ("decode", 1000): 13.01,
 }  # fmt: skip
 """(phase, prompt tokens) of one request on one A800, as LoongServe's repository prints them: LWM-Text-1M, a Llama-2 7B
-(LoongServe/LoongServe, test/longserve/3-data-analyse-intro.ipynb at 557dc312, Apache-2.0). Its figures over SP, TP and
-batch are pictures without numbers."""
+(LoongServe/LoongServe, test/longserve/3-data-analyse-intro.ipynb at 557dc312, Apache-2.0). What it draws over SP, TP
+and batch is not compared."""
 
 
 def loongserve_times(options: RunOptions) -> ExperimentReport:
