@@ -60,9 +60,9 @@ class World:
         layout = self.config.engine.layout
         core = make_core(self.executor, BLOCKS, BLOCK, stages=layout.stages, kv_parallel=layout.kvp, **scheduler)
         # A scheduler numbers its groups of decodes anew, and the ranks remember those of the one before.
-        builders = [core.scheduler, *getattr(core.scheduler, "groups", ())]
-        for builder in filter(None, (getattr(each, "builder", None) for each in builders)):
-            builder._epochs = self.executor.plans
+        for each in getattr(core.scheduler, "groups", (core.scheduler,)):
+            assert each._epochs == 0
+            each._epochs = self.executor.plans
         core._restarts = RestartLimit(losses, "the workers")
         core.info = msgspec.structs.replace(core.info, max_model_len=BLOCKS * BLOCK)
         return core
