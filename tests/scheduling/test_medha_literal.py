@@ -1,4 +1,4 @@
-"""Batches of the scheduler in mode "paper" are those of Medha's Algorithms 1 and 2 as printed, but for one ruling."""
+"""Batches of the scheduler in mode "paper" are those of Medha's Algorithms 1 and 2 as printed, but for two rulings."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_batch_is_that_of_the_printed_algorithms(
         LiteralPrefill(s.request.id, s.scheduled, s.remaining, s.deadline_s, s.work_s, s.total_s, s.medha_size == LONG)
         for s in states
     ]
-    printed = LiteralBatcher(latency, t_target_s, completes=True).form_next_batch(prefills, load, now)
+    printed = LiteralBatcher(latency, t_target_s, ruled=True).form_next_batch(prefills, load, now)
     found = list(policy.pick(load, now, t_target_s).quotas.items())
     # an empty batch that nothing fits: as printed nothing would ever advance; the scheduler gives one its least chunk
     if printed or decodes:
@@ -60,7 +60,7 @@ def test_as_printed_a_chunk_is_charged_as_if_it_ran_alone() -> None:
         for at, (tokens, due_s) in enumerate(((71, 1.0), (72, 0.9)))
     )
     batches = [
-        LiteralBatcher(small_machine(), 0.005, completes).form_next_batch([first, second], BatchLoad(), 1.0)
-        for completes in (False, True)
+        LiteralBatcher(small_machine(), 0.005, ruled).form_next_batch([first, second], BatchLoad(), 1.0)
+        for ruled in (False, True)
     ]
     assert batches == [[("r1", 72), ("r0", 70)], [("r1", 72), ("r0", 71)]]
