@@ -16,7 +16,7 @@ from tests.helpers.fake_engine import INFO
 from tests.helpers.virtual_time import pause
 
 from headway.core.request import SpanTask, cut
-from headway.kv.prefix_index import TextKeys
+from headway.kv.text_keys import TextKeys
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.process import EngineProcess
 from headway.runtime.engine.protocol import (

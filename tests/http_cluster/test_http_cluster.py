@@ -15,7 +15,7 @@ from tests.helpers.token_server import TokenServer, greedy
 
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
 from headway.core.request import Slo
-from headway.kv.prefix_index import TextKeys
+from headway.kv.text_keys import TextKeys
 from headway.runtime.cluster.client import ClusterClient
 from headway.runtime.cluster.instances import AssumedKeys
 

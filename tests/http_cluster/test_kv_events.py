@@ -19,7 +19,7 @@ from tests.helpers.http_world import ask, cluster_of, server_of
 from tests.helpers.polling import eventually
 from tests.helpers.token_server import TokenServer
 
-from headway.kv.prefix_index import TextKeys
+from headway.kv.text_keys import TextKeys
 from headway.runtime.cluster.http_backend import HttpInstance
 from headway.runtime.cluster.kv_events import KvEvents, ReportedBlocks, events_config, replay_address
 

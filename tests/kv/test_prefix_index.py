@@ -10,7 +10,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from tests.helpers.unit_latency import small_machine
 
 from headway.core.errors import ConfigError, InvariantError
-from headway.kv.prefix_index import PrefixIndex, PrefixNode, TextKeys
+from headway.kv.prefix_index import PrefixIndex, PrefixNode
+from headway.kv.text_keys import TextKeys
 from headway.policy.iteration.admission import make_prefix_cache
 
 Prefix = tuple[int, ...]

@@ -14,7 +14,7 @@ from tests.helpers.fake_instances import FakeCluster, answer
 from headway.core.request import SamplingParams
 from headway.kv.block_manager import BlockManager
 from headway.kv.prefix_cache import PrefixCache
-from headway.kv.prefix_index import TextKeys
+from headway.kv.text_keys import TextKeys
 from headway.policy.placement.contract import Role
 from headway.runtime.cluster.instances import CachedKeys, shareable, text_of
 from headway.runtime.engine.protocol import ComputeSpan, SubmitRequest

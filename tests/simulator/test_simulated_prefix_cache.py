@@ -18,7 +18,7 @@ from headway.core.batch import Batch
 from headway.core.errors import ConfigError
 from headway.core.request import Span
 from headway.kv.block_manager import BlockManager
-from headway.kv.prefix_index import TextKeys
+from headway.kv.text_keys import TextKeys
 from headway.policy.iteration.admission import make_prefix_cache
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.scheduler import Scheduler

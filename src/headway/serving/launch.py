@@ -17,7 +17,6 @@ from headway.core.files import ScratchFolder
 from headway.core.logs import setup
 from headway.runtime.engine.config import HOST_TIMEOUT_S, EngineConfig
 from headway.runtime.engine.protocol import EngineClient
-from headway.runtime.launcher.standby import discard_early
 from headway.serving.serve_settings import ServeSettings
 from headway.serving.settings import ServerSettings, bind, check_binding, release
 
@@ -136,6 +135,7 @@ def _bound(settings: ServerSettings, allow_public: bool) -> Iterator[list[socket
 def _serve(
     client: EngineClient, model: str, settings: ServerSettings, sockets: list[socket], allow_public: bool
 ) -> bool:
+    from headway.runtime.launcher.standby import discard_early
     from headway.serving.app import create_app
     from headway.serving.run import serve
 

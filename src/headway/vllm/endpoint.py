@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headway.policy.hosted.settings import read_settings
-
 PATH = "/v1/headway/why/{request_id}"
 _NO_LOG = (
     'there is no decision log: set {"headway": {"log": FILE}} in --additional-config; with data parallelism run '
@@ -84,6 +82,8 @@ class WhyEndpoint:
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Find the log in the engine's settings. Raises ConfigError for impossible ones."""
+        from headway.policy.hosted.settings import read_settings  # heavy: Headway's own server needs none
+
         if engine_client is not None:
             config = engine_client.vllm_config
             ranks = config.parallel_config.data_parallel_size

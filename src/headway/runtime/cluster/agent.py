@@ -21,8 +21,8 @@ import numpy as np
 from headway.core.batch import ClockProtocol, KvOp
 from headway.core.errors import HeadwayError, RequestError
 from headway.kv.block_manager import BlockManager, KvLease
-from headway.kv.prefix_index import TextKeys
 from headway.kv.staged_kv import StagedKv, span_kv_name
+from headway.kv.text_keys import TextKeys
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import (
     AbortRequest,

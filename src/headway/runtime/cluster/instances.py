@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, 
 
 import msgspec
 
-from headway.kv.prefix_index import KEY_BYTES, TextKeys
+from headway.kv.text_keys import KEY_BYTES, TextKeys
 from headway.policy.placement.contract import ClusterInstance, RateTable, Role
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.process import EngineProcess, EngineSupervisor, Message

@@ -2,7 +2,7 @@
 
 vLLM publishes batches over ZeroMQ, with sequence numbers from 0, and sends those that it still has again on request, by
 convention from the next port; servers that the cluster starts do so on sockets in its own folder. Block hashes are
-vLLM's own; from the token ids of the events the same chain of keys is computed here as for prompts (`kv.prefix_index`).
+vLLM's own; from the token ids of the events the same chain of keys is computed here as for prompts (`kv.text_keys`).
 Blocks whose parents are not known count as not cached.
 """
 
@@ -22,7 +22,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from headway.kv.prefix_index import child_key, root_key
+from headway.kv.text_keys import child_key, root_key
 
 log = logging.getLogger("headway.cluster")
 

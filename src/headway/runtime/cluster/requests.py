@@ -16,7 +16,7 @@ from headway.control.entries import ControlledRequest, KvSlice, SpanEntry
 from headway.control.kv import KvLoad, KvReservations
 from headway.core.errors import InvariantError, UnavailableError
 from headway.core.request import Request, SpanTask
-from headway.kv.prefix_index import TextKeys
+from headway.kv.text_keys import TextKeys
 from headway.runtime.cluster.instances import LiveInstance, RetryLimits, shares, text_of
 from headway.runtime.engine.protocol import AbortRequest, MeetPeers, OutputDelta, SendKv, SubmitRequest
 from headway.runtime.engine.requests import rejection_error

@@ -215,7 +215,7 @@ class EngineSamples(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheChanges(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks that were cached or evicted since the last such message: their keys (`kv.prefix_index`), end to end."""
+    """Blocks that were cached or evicted since the last such message: their keys (`kv.text_keys`), end to end."""
 
     cached: bytes
     evicted: bytes

@@ -14,7 +14,7 @@ from headway.core.batch import Batch, EmittedToken
 from headway.core.errors import OverloadedError, RequestError, UnavailableError
 from headway.core.request import SamplingParams
 from headway.kv.block_manager import BlockManager
-from headway.kv.prefix_index import TextKeys
+from headway.kv.text_keys import TextKeys
 from headway.perf.latency.base import LatencyModel, PrefillCache
 from headway.runtime.engine.protocol import (
     CacheChanges,
