@@ -72,14 +72,14 @@ def test_the_same_run_gives_the_same_bytes(name: str, tmp_path: Path) -> None:
 
 def test_simulated_figures_do_not_depend_on_processes_or_earlier_runs() -> None:
     from headway_research.medha import setting as medha_setting
-    from headway_research.medha.setting import At
+    from headway_research.medha.setting import AtRate
 
     found = []
     for jobs in (1, 2):
         medha_setting.RESULTS.clear()
         runs = medha_setting.MedhaStudy(RunOptions(quick=True, jobs=jobs, window_s=5.0, seeds=(3,)))
         runs.ensure([("Medha", "default"), ("Sarathi-2048", "paper")], [1.75], [0.05])
-        found.append([runs.results(At(system, 1.75), "paper" if system != "Medha" else "default")
+        found.append([runs.results(AtRate(system, 1.75), "paper" if system != "Medha" else "default")
                       for system in ("Medha", "Sarathi-2048")])  # fmt: skip
     assert found[0] == found[1]
 

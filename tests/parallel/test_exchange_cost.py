@@ -20,7 +20,7 @@ from headway.runtime.assembly.engine import assemble, build_many, latency_source
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.executor import measure as measuring
 from headway.runtime.executor.multi_process import MultiProcessExecutor
-from headway.runtime.executor.plans import Measured, MeasureRank
+from headway.runtime.executor.plans import MeasuredSeconds, MeasureRank
 from headway.runtime.executor.profiling import FULL, QUICK, exchange, profile
 
 
@@ -75,7 +75,7 @@ def test_the_slower_pair_counts() -> None:
         def receive(self, timeout_s: float | None) -> Any:
             rank, asked = self.asked.pop()
             seconds = {0: 0.25, 1: 0.5}.get(rank, 0.0)
-            return rank, [msgspec.msgpack.encode(Measured(seconds if asked.kind == "ask" else 0.0))]
+            return rank, [msgspec.msgpack.encode(MeasuredSeconds(seconds if asked.kind == "ask" else 0.0))]
 
     executor = MultiProcessExecutor(Wire(), ParallelLayout(kvp=4))
     assert executor.measure("exchange", 1, 0, 1) == 0.5

@@ -51,7 +51,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
-class Implementation(NamedTuple):
+class CommandImplementation(NamedTuple):
     """What a command is made of."""
 
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -60,14 +60,14 @@ class Implementation(NamedTuple):
     """Its documentation: that of its function where a module has several commands, else the module's."""
 
 
-def implementation(where: str) -> Implementation:
+def implementation(where: str) -> CommandImplementation:
     """Import what implements a command: `MODULE`, or `MODULE:NAME` for its `add_NAME_arguments` and `run_NAME`."""
     module_name, _, name = where.partition(":")
     module = import_module(module_name)
     if not name:
-        return Implementation(module.add_arguments, module.run, inspect.cleandoc(module.__doc__ or ""))
+        return CommandImplementation(module.add_arguments, module.run, inspect.cleandoc(module.__doc__ or ""))
     run = getattr(module, f"run_{name}")
-    return Implementation(getattr(module, f"add_{name}_arguments"), run, inspect.cleandoc(run.__doc__ or ""))
+    return CommandImplementation(getattr(module, f"add_{name}_arguments"), run, inspect.cleandoc(run.__doc__ or ""))
 
 
 ADVICE = {"serve": "; for flags of vLLM run `vllm serve MODEL --scheduler-cls headway.vllm.Scheduler`"}

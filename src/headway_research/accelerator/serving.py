@@ -24,7 +24,7 @@ from headway.core.errors import ConfigError
 from headway.perf.hardware import ModelShape
 from headway.perf.latency.base import MAX_CHUNK, BatchLoad, CoupledLatency, Seconds, load_s
 from headway.perf.utilisation import UtilisationBase
-from headway.policy.iteration.config import Chunking, SchedulerConfig
+from headway.policy.iteration.config import ChunkingRule, SchedulerConfig
 from headway.sim import InstanceSpec, RunSpec, simulate
 from headway.sim.metrics import RequestRecord
 from headway.sim.result import SimResult
@@ -341,7 +341,7 @@ def expected_qps(spec: InstanceSpec, requests: Sequence[TraceRequest]) -> float:
     prompt = float(np.mean([request.prompt_tokens for request in requests]))
     output = float(np.mean([request.output_tokens for request in requests]))
     config = spec.config
-    budget = Chunking.read(config.chunking).most or config.max_num_batched_tokens
+    budget = ChunkingRule.read(config.chunking).most or config.max_num_batched_tokens
     decodes, held = 1, prompt + output / 2
     qps = 0.0
     for _ in range(20):

@@ -17,7 +17,7 @@ from typing import Any
 
 from headway.sim.report.page import ReportChart
 from headway_research.base import MODES, ExperimentReport, Mode, RunOptions
-from headway_research.medha.setting import LONG_SHARE, At, MedhaSetting, MedhaStudy
+from headway_research.medha.setting import LONG_SHARE, AtRate, MedhaSetting, MedhaStudy
 from headway_research.verdicts import at_least, band, order
 
 SYSTEMS: dict[str, dict[str, Any]] = {
@@ -79,7 +79,7 @@ def fig11(options: RunOptions) -> ExperimentReport:
     runs = _runs(options)
 
     def longs(mode: Mode) -> float:
-        flat, deep = (sum(m.longs_done or 0.0 for m in runs.results(At(s, runs.qps[-1]), mode)) for s in SYSTEMS)
+        flat, deep = (sum(m.longs_done or 0.0 for m in runs.results(AtRate(s, runs.qps[-1]), mode)) for s in SYSTEMS)
         return deep / max(flat, 1e-9)
 
     rows = [
@@ -87,7 +87,7 @@ def fig11(options: RunOptions) -> ExperimentReport:
             f"{qps:g} QPS: {name} TTFT of 3D over 2D",
             "nearly identical" if qps < 1 else "similar median",
             band(0.8, 1.25) if qps < 1 else band(0.67, 1.5),
-            partial(runs.ratio, At("3D", qps), At("2D", qps), cut=cut),
+            partial(runs.ratio, AtRate("3D", qps), AtRate("2D", qps), cut=cut),
         )
         for qps in runs.qps
         for cut, name in (("p50", "median"), ("p90", "P90"))
@@ -109,10 +109,10 @@ def fig12(options: RunOptions) -> ExperimentReport:
     """Reproduce Medha Fig. 12: decode latency of both layouts."""
     runs = _runs(options)
     top = runs.qps[-1]
-    flat_over_deep = partial(runs.ratio, At("2D", top), At("3D", top))
+    flat_over_deep = partial(runs.ratio, AtRate("2D", top), AtRate("3D", top))
 
     def over_bound(mode: Mode) -> dict[str, float]:
-        worst = {s: runs.value(At(s, top), mode, "max_tbt_s", "p99") or 0.0 for s in SYSTEMS}
+        worst = {s: runs.value(AtRate(s, top), mode, "max_tbt_s", "p99") or 0.0 for s in SYSTEMS}
         return {s: value / ((SYSTEMS[s]["stages"] + 1) * stage_target_s(s, mode)) for s, value in worst.items()}
 
     note = (
@@ -152,7 +152,7 @@ def _panels(runs: MedhaStudy, metric: str, title: str) -> tuple[ReportChart, ...
         runs.chart(
             f"{title}, {mode} mode",
             {
-                f"{system} {cut}": [(qps, runs.value(At(system, qps), mode, metric, cut)) for qps in runs.qps]
+                f"{system} {cut}": [(qps, runs.value(AtRate(system, qps), mode, metric, cut)) for qps in runs.qps]
                 for system in SYSTEMS
                 for cut in ("p50", "p90")
             },

@@ -19,7 +19,7 @@ from typing import Any
 
 from headway.sim.report.page import ReportChart
 from headway_research.base import MODES, ExperimentReport, Mode, RunOptions
-from headway_research.medha.setting import LONG_SHARE, POLICY_SETTING, At, MedhaSetting, MedhaStudy, scenario
+from headway_research.medha.setting import LONG_SHARE, POLICY_SETTING, AtRate, MedhaSetting, MedhaStudy, scenario
 from headway_research.verdicts import ascending, at_least, at_most, band, judge, only, order
 
 POLICIES = ("FCFS", "EDF", "LRS", "SRPT", "LARS", "Medha")
@@ -35,7 +35,7 @@ def run(options: RunOptions) -> ExperimentReport:
     low, high = runs.qps[0], runs.qps[-1]
 
     def over_medha(policy: str, qps: float) -> Callable[..., float | None]:
-        return partial(runs.ratio, At(policy, qps), At("Medha", qps))
+        return partial(runs.ratio, AtRate(policy, qps), AtRate("Medha", qps))
 
     rows = [
         runs.judge(
@@ -53,7 +53,7 @@ def run(options: RunOptions) -> ExperimentReport:
             f"At {low:g} QPS EDF's median TTFT is like that of {name}: ratio",
             "similar",
             band(0.9, 1.1),
-            partial(runs.ratio, At("EDF", low), At(under, low)),
+            partial(runs.ratio, AtRate("EDF", low), AtRate(under, low)),
             note,
         )
         for under, name, note in (
@@ -83,7 +83,7 @@ def run(options: RunOptions) -> ExperimentReport:
     )
     # Headway's default beside the figure's policies
     about = "The ladder, not in the paper, under the same deadlines, at the rate where it compares worst"
-    chats = (runs.ratio(At("ladder", q), At("Medha", q), "default", "short_ttft_s", "p99") for q in runs.qps)
+    chats = (runs.ratio(AtRate("ladder", q), AtRate("Medha", q), "default", "short_ttft_s", "p99") for q in runs.qps)
     rows += [
         judge(f"{about}: {words}", None, rule, only("default", value), approximate=True)
         for words, rule, value in (
@@ -95,7 +95,7 @@ def run(options: RunOptions) -> ExperimentReport:
     panels = tuple(
         runs.chart(
             f"Median TTFT, {mode} mode",
-            {policy: [(qps, runs.value(At(policy, qps), mode)) for qps in runs.qps] for policy in systems[mode]},
+            {policy: [(qps, runs.value(AtRate(policy, qps), mode)) for qps in runs.qps] for policy in systems[mode]},
         )
         for mode in MODES
     )
@@ -106,7 +106,7 @@ def _over_best(runs: MedhaStudy, metric: str) -> float | None:
     """Return the ladder's least ratio over the rates to the best policy; None where no policy has any."""
 
     def share(policy: str, qps: float) -> float:
-        return float(median(getattr(m, metric) or 0.0 for m in runs.results(At(policy, qps), "default")))
+        return float(median(getattr(m, metric) or 0.0 for m in runs.results(AtRate(policy, qps), "default")))
 
     best = {qps: max(share(policy, qps) for policy in POLICIES) for qps in runs.qps}
     return min((share("ladder", qps) / most for qps, most in best.items() if most), default=None)
@@ -151,7 +151,7 @@ def deadlines(options: RunOptions) -> ExperimentReport:
     runs.ensure([(system, mode) for system in SETTING.systems for mode in MODES], [QPS], [LONG_SHARE])
 
     def gains(mode: Mode) -> dict[str, float]:
-        found = {d: runs.ratio(At(f"LARS, {d}", QPS), At(f"Medha, {d}", QPS), mode) for d in DEADLINES}
+        found = {d: runs.ratio(AtRate(f"LARS, {d}", QPS), AtRate(f"Medha, {d}", QPS), mode) for d in DEADLINES}
         return {deadline: gain for deadline, gain in found.items() if gain is not None}
 
     rows = (

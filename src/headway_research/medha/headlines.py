@@ -16,7 +16,7 @@ from statistics import median
 from headway.sim.report.page import ReportChart
 from headway_research.base import MODES, ExperimentReport, Mode, RunOptions
 from headway_research.medha.arithmetic import PAPER_KERNEL, machine
-from headway_research.medha.setting import CAPACITY_SETTING, ENOUGH_S, LONG_SHARE, At, MedhaStudy
+from headway_research.medha.setting import CAPACITY_SETTING, ENOUGH_S, LONG_SHARE, AtRate, MedhaStudy
 from headway_research.verdicts import at_least, band, judge, only, order
 
 BASELINES = ("LoongServe", "FCFS", "Sarathi-512", "Sarathi-2048")
@@ -33,7 +33,7 @@ class Headlines:
     def ttft_s(self, system: str, mode: Mode, qps: float) -> float:
         """Return the P90 of TTFT in seconds."""
         self.runs.ensure([(system, mode)], [qps], [LONG_SHARE])
-        return self.runs.value(At(system, qps), mode, cut="p90") or 0.0
+        return self.runs.value(AtRate(system, qps), mode, cut="p90") or 0.0
 
     def capacity(self, system: str, mode: Mode) -> float:
         """Return the highest rate of the grid that a system carries; 0: not even the lowest."""
@@ -58,7 +58,7 @@ class Headlines:
         self.runs.ensure([("Medha", mode), ("LoongServe", mode)], rates, [LONG_SHARE])
 
         def of(system: str, qps: float) -> float:
-            return float(median(getattr(m, metric) for m in self.runs.results(At(system, qps), mode)))
+            return float(median(getattr(m, metric) for m in self.runs.results(AtRate(system, qps), mode)))
 
         return {f"{qps:g} QPS": of("Medha", qps) / max(of("LoongServe", qps), 1e-9) for qps in rates}
 

@@ -20,7 +20,7 @@ from headway_research.medha.setting import (
     SEEDS,
     STAGES,
     TBT_S,
-    At,
+    AtRate,
     MedhaStudy,
     scenario,
     stage_target_s,
@@ -45,14 +45,14 @@ def fig1(options: RunOptions) -> ExperimentReport:
     first.ensure([(system, mode) for system in ("LoongServe", "Medha") for mode in MODES], [QPS], LOONG_SHARES)
 
     def by_share(mode: Mode) -> dict[str, float]:
-        return {f"{share:.0%}": runs.value(At("Medha", QPS, share), mode, cut="p90") or 0.0 for share in shares}
+        return {f"{share:.0%}": runs.value(AtRate("Medha", QPS, share), mode, cut="p90") or 0.0 for share in shares}
 
     rows = [
         runs.judge(
             "Medha's P90 TTFT at 5% long stays under 10 s",
             "< 10 s",
             at_most(10.0),
-            partial(runs.value, At("Medha", QPS), cut="p90"),
+            partial(runs.value, AtRate("Medha", QPS), cut="p90"),
             "Longs are themselves 5% of the requests, so that P90 lies among chats.",
         ),
         runs.judge("Medha's P90 TTFT by share of longs, seconds", "grows gracefully", ascending("rises"), by_share),
@@ -64,7 +64,7 @@ def fig1(options: RunOptions) -> ExperimentReport:
         runs.chart(
             f"TTFT {cut} at {QPS:g} QPS",
             {
-                system: [(share, of.value(At(system, QPS, share), "default", cut=cut)) for share in at]
+                system: [(share, of.value(AtRate(system, QPS, share), "default", cut=cut)) for share in at]
                 for system, (of, at) in studies.items()
             },
             x="share of long requests",
@@ -83,7 +83,7 @@ def _convoy(runs: MedhaStudy, system: str) -> list[ClaimRow]:
     def growth(cut: str, share: float, mode: Mode) -> float | None:
         # whole prompts ask nothing that the modes differ in
         whole = not elastic and mode == "paper"
-        return None if whole else runs.ratio(At(system, QPS, share), At(system, QPS, 0.0), mode, cut=cut)
+        return None if whole else runs.ratio(AtRate(system, QPS, share), AtRate(system, QPS, 0.0), mode, cut=cut)
 
     grown = [
         judge(
@@ -104,7 +104,7 @@ def _convoy(runs: MedhaStudy, system: str) -> list[ClaimRow]:
             f"{name} over Medha, {of} TTFT at 5% long",
             paper,
             at_least(low),
-            partial(runs.ratio, At(system, QPS), At("Medha", QPS), cut=cut),
+            partial(runs.ratio, AtRate(system, QPS), AtRate("Medha", QPS), cut=cut),
             FIRST if elastic else "",
         )
         for of, cut, paper, low in (("median", "p50", "30×", 30.0), ("P90", "p90", "174×", 174.0))
@@ -128,11 +128,11 @@ class RateSweep:
 
     def worst_gap_s(self, system: str, mode: Mode) -> float:
         """Return the P99 over requests of each one's worst gap, at the worst rate."""
-        return max(self.runs.value(At(system, qps), mode, "max_tbt_s", "p99") or 0.0 for qps in self.runs.qps)
+        return max(self.runs.value(AtRate(system, qps), mode, "max_tbt_s", "p99") or 0.0 for qps in self.runs.qps)
 
-    def loong_alone(self, metric: str, cut: str, under: At, mode: Mode) -> float | None:
+    def loong_alone(self, metric: str, cut: str, under: AtRate, mode: Mode) -> float | None:
         """Return LoongServe's value at the highest rate over that of another point, chats alone, in default mode."""
-        top = At("LoongServe", self.high, 0.0)
+        top = AtRate("LoongServe", self.high, 0.0)
         return self.first.ratio(top, under, mode, metric, cut) if mode == "default" else None
 
     def report(self, rows: list[ClaimRow], metric: str, cut: str, title: str) -> ExperimentReport:
@@ -141,7 +141,9 @@ class RateSweep:
             self.runs.chart(
                 f"{title}, {'5% long' if share else 'chats alone'}, default mode",
                 {
-                    system: [(qps, self.runs.value(At(system, qps, share), "default", metric, cut)) for qps in rates]
+                    system: [
+                        (qps, self.runs.value(AtRate(system, qps, share), "default", metric, cut)) for qps in rates
+                    ]
                     for system in SYSTEMS
                 },
             )
@@ -154,26 +156,26 @@ def fig9(options: RunOptions) -> ExperimentReport:
     """Reproduce Medha Fig. 9: TTFT over the rate."""
     points = RateSweep(options)
     judge, ratio, low, high = points.runs.judge, points.runs.ratio, points.low, points.high
-    medha, sarathi = At("Medha", high, 0.0), ("Sarathi-512", "Sarathi-2048")
+    medha, sarathi = AtRate("Medha", high, 0.0), ("Sarathi-512", "Sarathi-2048")
     rows = [
         judge(
             f"Chats alone: Medha's P90 TTFT stays consistent, {high:g} over {low:g} QPS",
             "consistent",
             at_most(2.0),
-            partial(ratio, medha, At("Medha", low, 0.0), cut="p90"),
+            partial(ratio, medha, AtRate("Medha", low, 0.0), cut="p90"),
         ),
         judge(
             f"Chats alone at {high:g} QPS: TTFT P90 of Sarathi over Medha's (SPP helps)",
             "considerably better than Sarathi",
             order("above 1 for both chunk sizes", lambda found: all(value and value > 1 for value in found.values())),
-            lambda mode: {system: ratio(At(system, high, 0.0), medha, mode, cut="p90") for system in sarathi},
+            lambda mode: {system: ratio(AtRate(system, high, 0.0), medha, mode, cut="p90") for system in sarathi},
         ),
         *(
             judge(
                 f"5% long, {qps:g} QPS: median TTFT of {'Medha-FCFS' if system == 'FCFS' else system} over Medha's",
                 "degrades quickly (30× at 0.75 QPS is LoongServe's)",
                 at_least(30.0),
-                partial(ratio, At(system, qps), At("Medha", qps)),
+                partial(ratio, AtRate(system, qps), AtRate("Medha", qps)),
             )
             for qps in points.convoy
             for system in ("FCFS", *sarathi)
@@ -182,7 +184,7 @@ def fig9(options: RunOptions) -> ExperimentReport:
             f"Chats alone: LoongServe's P90 TTFT, {high:g} over {low:g} QPS",
             "increases dramatically",
             at_least(5.0),
-            partial(points.loong_alone, "ttft_s", "p90", At("LoongServe", low, 0.0)),
+            partial(points.loong_alone, "ttft_s", "p90", AtRate("LoongServe", low, 0.0)),
             "Decode batches are packed when prompts want their instances, so that chats alone do not fill eight.",
         ),
         *(
@@ -190,7 +192,7 @@ def fig9(options: RunOptions) -> ExperimentReport:
                 f"5% long, {qps:g} QPS: median TTFT of LoongServe over Medha's",
                 "30× at 0.75 QPS",
                 at_least(30.0),
-                partial(points.first.ratio, At("LoongServe", qps), At("Medha", qps)),
+                partial(points.first.ratio, AtRate("LoongServe", qps), AtRate("Medha", qps)),
                 FIRST,
             )
             for qps in points.convoy
@@ -199,7 +201,7 @@ def fig9(options: RunOptions) -> ExperimentReport:
             "5% long, 1.25 QPS: Medha's median TTFT stays acceptable, seconds",
             "acceptable",
             at_most(5.0),
-            partial(points.runs.value, At("Medha", 1.25)),
+            partial(points.runs.value, AtRate("Medha", 1.25)),
             "Taken as five seconds at most; the paper gives no number.",
         ),
     ]
@@ -212,7 +214,7 @@ def fig10(options: RunOptions) -> ExperimentReport:
     judge, gap_s, top = points.runs.judge, points.worst_gap_s, points.high
 
     def tpot_s(mode: Mode) -> dict[str, float]:
-        return {s: points.runs.value(At(s, top), mode, "tpot_s", "p90") or 0.0 for s in ("Medha", "Sarathi-2048")}
+        return {s: points.runs.value(AtRate(s, top), mode, "tpot_s", "p90") or 0.0 for s in ("Medha", "Sarathi-2048")}
 
     rows = [
         judge(
@@ -253,14 +255,14 @@ def fig10(options: RunOptions) -> ExperimentReport:
             f"Chats alone, {top:g} QPS: median TPOT of LoongServe over Medha's",
             "5×",
             band(4.0, 6.0),
-            partial(points.loong_alone, "tpot_s", "p50", At("Medha", top, 0.0)),
+            partial(points.loong_alone, "tpot_s", "p50", AtRate("Medha", top, 0.0)),
             "TP2 beside TP8 × two stages that decode in micro-batches; first seed only.",
         ),
         points.first.judge(
             f"5% long, {top:g} QPS: median TPOT of LoongServe over Medha's",
             "comparable or better for Medha",
             at_least(1 / 1.1),
-            partial(points.first.ratio, At("LoongServe", top), At("Medha", top), metric="tpot_s"),
+            partial(points.first.ratio, AtRate("LoongServe", top), AtRate("Medha", top), metric="tpot_s"),
             FIRST,
         ),
     ]
@@ -275,16 +277,16 @@ def fig14(options: RunOptions) -> ExperimentReport:
 
     def longs_done(system: str, qps: float, mode: Mode) -> float:
         """Return the share of long requests that were done, a mean over seeds."""
-        return sum(result.longs_done or 0.0 for result in runs.results(At(system, qps), mode)) / len(runs.seeds)
+        return sum(result.longs_done or 0.0 for result in runs.results(AtRate(system, qps), mode)) / len(runs.seeds)
 
     def fewer(than: str, qps: float, mode: Mode) -> float:
         return longs_done("LoongServe+Reserv", qps, mode) / max(longs_done(than, qps, mode), 1e-9)
 
     def tpot_s(qps: float, mode: Mode) -> dict[str, float]:
-        return {system: runs.value(At(system, qps), mode, "tpot_s") or 0.0 for system in POOLED}
+        return {system: runs.value(AtRate(system, qps), mode, "tpot_s") or 0.0 for system in POOLED}
 
     def blocked(qps: float, mode: Mode) -> float | None:
-        return runs.ratio(At("LoongServe", qps), At("LoongServe+Reserv", qps), mode, "short_ttft_s", "p90")
+        return runs.ratio(AtRate("LoongServe", qps), AtRate("LoongServe+Reserv", qps), mode, "short_ttft_s", "p90")
 
     ordered = order(
         "Medha < with the pool < LoongServe", lambda v: v["Medha"] < v["LoongServe+Reserv"] < v["LoongServe"]
@@ -323,7 +325,7 @@ def fig14(options: RunOptions) -> ExperimentReport:
     ]
 
     def lines(metric: str, cut: str) -> dict[str, list[tuple[float, float | None]]]:
-        return {s: [(qps, runs.value(At(s, qps), "default", metric, cut)) for qps in POOL_RATES] for s in POOLED}
+        return {s: [(qps, runs.value(AtRate(s, qps), "default", metric, cut)) for qps in POOL_RATES] for s in POOLED}
 
     done = {s: [(qps, longs_done(s, qps, "default")) for qps in POOL_RATES] for s in POOLED}
     panels = (

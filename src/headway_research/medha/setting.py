@@ -84,7 +84,7 @@ def stage_target_s(mode: Mode) -> float:
     return TBT_S / (STAGES if mode == "paper" else STAGES + 1)
 
 
-class At(NamedTuple):
+class AtRate(NamedTuple):
     """A system at a rate, with a share of long requests."""
 
     system: str
@@ -277,7 +277,7 @@ class MedhaStudy:
     def ensure(self, systems: Iterable[tuple[str, Mode]], qps: Iterable[float], shares: Iterable[float]) -> None:
         """Simulate the points that have no result yet, in `jobs` processes."""
         points = (
-            self._point(At(system, rate, share), mode, seed)
+            self._point(AtRate(system, rate, share), mode, seed)
             for system, mode in systems
             for rate in qps
             for share in shares
@@ -285,23 +285,23 @@ class MedhaStudy:
         )
         RESULTS.ensure(points, partial(run_point, self.setting), self._options.jobs, self._options.on_progress)
 
-    def _point(self, at: At, mode: Mode, seed: int) -> MedhaPoint:
+    def _point(self, at: AtRate, mode: Mode, seed: int) -> MedhaPoint:
         """Return the cache key of a point. Chunks of a fixed size do not depend on the mode, so one run serves both."""
         by_time = "chunking" not in self.setting.systems[at.system]
         own: Mode = mode if by_time else "default"
         return MedhaPoint(self.setting.name, at.system, own, at.qps, at.share, self.window_s, seed)
 
-    def results(self, at: At, mode: Mode) -> list[MedhaResult]:
+    def results(self, at: AtRate, mode: Mode) -> list[MedhaResult]:
         """Return the results of a point, one for each seed, in order."""
         return [RESULTS[self._point(at, mode, seed)] for seed in self.seeds]
 
-    def value(self, at: At, mode: Mode, metric: str = "ttft_s", cut: str = "p50") -> float | None:
+    def value(self, at: AtRate, mode: Mode, metric: str = "ttft_s", cut: str = "p50") -> float | None:
         """Return the median over seeds of a percentile; None where no request has it."""
         found = [getattr(m, metric)[cut] for m in self.results(at, mode)]
         found = [value for value in found if value is not None]
         return float(median(found)) if found else None
 
-    def ratio(self, over: At, under: At, mode: Mode, metric: str = "ttft_s", cut: str = "p50") -> float | None:
+    def ratio(self, over: AtRate, under: AtRate, mode: Mode, metric: str = "ttft_s", cut: str = "p50") -> float | None:
         """Return the value of one point over that of another; None where either has none, or the other's is 0."""
         top, bottom = (self.value(at, mode, metric, cut) for at in (over, under))
         return top / bottom if top is not None and bottom else None

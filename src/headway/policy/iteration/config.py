@@ -32,7 +32,7 @@ DEADLINE_FACTOR: Final = 5.0
 take it: a short wait is no harm, and a long prompt's reader expects a long one."""
 
 
-class Chunking(NamedTuple):
+class ChunkingRule(NamedTuple):
     """The setting `chunking`: how many tokens of a prompt an iteration computes (`fill.IterationFill.size`)."""
 
     kind: Literal["adaptive", "static", "whole"]
@@ -48,7 +48,7 @@ class Chunking(NamedTuple):
         return self.kind == "adaptive"
 
     @classmethod
-    def read(cls, text: str) -> Chunking:
+    def read(cls, text: str) -> ChunkingRule:
         """Read `adaptive`, `whole` or `static:N`; raises ConfigError otherwise."""
         kind, _, tokens = text.partition(":")
         if kind == "static" and tokens.isdigit() and int(tokens) > 0:
@@ -89,7 +89,7 @@ class SchedulerConfig:
 
         # Both raise ConfigError for an unknown name.
         make_policy(self.policy)
-        Chunking.read(self.chunking)
+        ChunkingRule.read(self.chunking)
         need(self.medha is None or self.policy != LADDER, "medha", "left out with policy ladder")
         need(self.t_target_s is None or self.t_target_s > 0, "t_target_s", "above 0")
         need(self.min_chunk >= 0, "min_chunk", "0 or more")

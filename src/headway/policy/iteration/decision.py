@@ -18,7 +18,7 @@ from headway.core.request import BACKGROUND_PRIORITY, Request
 from headway.perf.latency.base import BatchLoad, LatencyModel, PrefillCache, load_s
 from headway.policy.iteration.admission import KvBlockAdmission, KvPool
 from headway.policy.iteration.budget import IterationBudget, reference_aim_s
-from headway.policy.iteration.config import DEADLINE_BASE_S, DEADLINE_FACTOR, Chunking, SchedulerConfig
+from headway.policy.iteration.config import DEADLINE_BASE_S, DEADLINE_FACTOR, ChunkingRule, SchedulerConfig
 from headway.policy.iteration.fill import PROGRESS_EVERY, ChunkRequest, IterationFill, is_empty
 from headway.policy.iteration.medha import LONG, MedhaRules
 from headway.policy.iteration.ordering import PrefillFacts, UrgencyLine, make_policy
@@ -84,7 +84,7 @@ class IterationPolicy:
         other KV groups add to a chunk of a request whose earlier shards they hold; None: the instance is one group."""
         self.config = config
         self.latency = latency
-        self.chunking = Chunking.read(config.chunking)
+        self.chunking = ChunkingRule.read(config.chunking)
         aim_s = reference_aim_s(config, latency)
         self.prefill_times = prefill_times or PrefillCache(latency, aim_s, max(config.min_chunk, 16))
         self.budget = IterationBudget(config, latency)

@@ -9,7 +9,7 @@ import msgspec
 from headway.perf.latency.base import BatchLoad, LatencyModel, beside_prompts, decodes_s, load_s, solve_tokens
 from headway.perf.latency.groups import WithExchange
 from headway.policy.iteration.budget import EfficientChunks
-from headway.policy.iteration.config import Chunking, SchedulerConfig
+from headway.policy.iteration.config import ChunkingRule, SchedulerConfig
 
 MAX_UNSCHEDULABLE: Final = 2
 """How many requests are tried in vain for what is left of the time: a bound on a decision."""
@@ -79,7 +79,7 @@ class IterationFill:
         load: BatchLoad,
         budget_s: float,
         config: SchedulerConfig,
-        chunking: Chunking,
+        chunking: ChunkingRule,
         latency: LatencyModel,
         efficient: EfficientChunks,
         even: bool,

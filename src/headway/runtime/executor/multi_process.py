@@ -34,7 +34,7 @@ from headway.runtime.executor.plans import (
     InstanceFromRank,
     InstanceToRank,
     LoadedRank,
-    Measured,
+    MeasuredSeconds,
     MeasureRank,
     PlanDone,
     PlanWriter,
@@ -434,7 +434,7 @@ class MultiProcessExecutor(Executor):
             assert received is not None
             rank, frames = received
             reply = _decoder.decode(frames[0])
-            if not isinstance(reply, Measured):
+            if not isinstance(reply, MeasuredSeconds):
                 raise RankLostError(rank, f"answered a measurement with {reply!r}")
             slowest = max(slowest, reply.seconds)
         return slowest

@@ -126,7 +126,7 @@ class PlanDone(msgspec.Struct, frozen=True, array_like=True, tag="d"):
     """One for each token; empty when no request asked for any."""
 
 
-class Measured(msgspec.Struct, frozen=True, array_like=True, tag="m"):
+class MeasuredSeconds(msgspec.Struct, frozen=True, array_like=True, tag="m"):
     """A rank's answer to `MeasureRank`: the least seconds of the repeats."""
 
     seconds: float
@@ -149,7 +149,7 @@ SpanFromRank = SpanTaskPaused | SpanTaskDone | SpanTaskLost
 InstanceToRank = MeetPeers | ReserveKv | SendKv | SpanToRank
 InstanceFromRank = ReserveKv | KvArrived | SpanFromRank
 ToRank = RankWelcome | BatchPlan | MeasureRank | EndProcess | InstanceToRank
-FromRank = RankHello | FatalError | PlanDone | Measured | InstanceFromRank
+FromRank = RankHello | FatalError | PlanDone | MeasuredSeconds | InstanceFromRank
 
 
 QueryTargets = tuple[tuple[int, tuple[str, ...]], ...]

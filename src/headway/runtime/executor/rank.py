@@ -53,7 +53,7 @@ from headway.runtime.executor.plans import (
     FromRank,
     InstanceFromRank,
     InstanceToRank,
-    Measured,
+    MeasuredSeconds,
     MeasureRank,
     PlanDone,
     PlanReader,
@@ -589,7 +589,7 @@ class RankLoop:
             self._worker.admit(message.id, message.prompt_tokens, prompt, message.params, message.output)
         elif isinstance(message, MeasureRank):
             seconds = measure(self._worker, message.kind, message.first, message.second, message.repeats)
-            self._send(Measured(seconds))
+            self._send(MeasuredSeconds(seconds))
         elif isinstance(message, EndProcess):
             self.stopped = True
         elif isinstance(message, InstanceToRank):
