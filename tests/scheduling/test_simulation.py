@@ -36,7 +36,7 @@ def test_every_request_ends_computes_each_token_once_per_admission_and_a_policy_
     ran = [run(seed) for seed in range(first, first + 50)]
     assert sum(len(world.finished) for world, _ in ran) > 200
     assert sum(world.preempted for world, _ in ran) > 0
-    assert sum(policy.picked for _, policy in ran) > 1000
+    assert sum(policy.picked for _, policy in ran) > 500
 
 
 @pytest.mark.parametrize("first", quick_first(range(0, 400, 50), 2))
