@@ -11,8 +11,14 @@ __all__ = ["checkpoint", "expected"]
 
 
 @pytest.fixture(scope="session")
-def world(checkpoint: Path) -> Iterator[World]:
-    """Four instances for all tests. What a test kills it brings back."""
-    four = World(checkpoint, 4, kv_cache_bytes=1 << 22)
-    yield four
-    four.close()
+def four_instances(checkpoint: Path) -> Iterator[World]:
+    world = World(checkpoint, 4, kv_cache_bytes=1 << 22)
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def world(four_instances: World) -> Iterator[World]:
+    """Four instances for all tests. What a test kills it brings back; what a failed one leaves fails no other."""
+    yield four_instances
+    four_instances.recover()
