@@ -95,7 +95,7 @@ class Cell(NamedTuple):
     """0: as the requests come."""
     policy: str
     settings: Mapping[str, Any]
-    """Of the scheduler."""
+    """Settings of the scheduler."""
     requests: int
 
 

@@ -205,7 +205,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 class LoadProfile(NamedTuple):
-    """What was sent."""
+    """The load of a measured run: lengths in tokens, and the rate."""
 
     prompt: int
     output: int

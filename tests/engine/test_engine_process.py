@@ -22,6 +22,7 @@ from tests.helpers.process_tree import is_running
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
 from headway.runtime.engine.client import ProcessEngineClient
 from headway.runtime.engine.config import EngineConfig
+from headway.runtime.launcher.processes import LocalProcess
 
 
 def make_client(model: str = "fake", **fields: int) -> ProcessEngineClient:
@@ -184,13 +185,16 @@ async def test_drain_finishes_what_was_accepted_and_the_engine_ends_by_itself() 
         await draining
         told = await asyncio.gather(*rest)
         assert [a + b for a, b in zip(firsts, told, strict=True)] == [answer([i] * 300, 200) for i in range(5)]
-        assert client._engine.process.process.poll() == 0
+        process = client._engine.process.process
+        assert isinstance(process, LocalProcess)
+        assert process.poll() == 0
 
 
 ORPHAN = """
 import asyncio, os, signal
 from headway.runtime.engine.client import ProcessEngineClient
 from headway.runtime.engine.config import EngineConfig
+from headway.runtime.launcher.processes import LocalProcess
 
 async def main():
     client = ProcessEngineClient(EngineConfig(model="fake"), module="tests.helpers.fake_engine_process")

@@ -31,12 +31,12 @@ class KvOp(msgspec.Struct, frozen=True, gc=False, array_like=True):
     blocks: int
     """How many blocks the operation adds; 0 for "free", "reassign" and "evict"."""
     start: int = 0
-    """Of "reserve": the first token of the request that this group holds, where its shard begins."""
+    """For "reserve": the first token of the request that this group holds, where its shard begins."""
     before: str = ""
-    """Of "reassign": the owner whose blocks become those of `request`. No data moves; single-process instances only."""
+    """For "reassign": the owner whose blocks become those of `request`. No data moves; only in one process."""
     runs: tuple[tuple[int, int], ...] = ()
-    """Ranges of blocks (first, count). Of "share": cached blocks with which the request's table begins. Of "free": its
-    blocks that stay cached. Of "evict": cached blocks that become free."""
+    """Ranges of blocks (first, count). For "share": cached blocks with which the request's table begins. For "free":
+    its blocks that stay cached. For "evict": cached blocks that become free."""
 
 
 class DecodeGroup(msgspec.Struct, frozen=True, gc=False):

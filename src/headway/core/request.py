@@ -10,7 +10,7 @@ from typing import Final, Literal
 import msgspec
 
 BACKGROUND_PRIORITY: Final = 2**63 - 1
-"""Of requests that no client waits for, such as prepared documents: the last of all."""
+"""Priority of requests that no client waits for, such as prepared documents: after all others."""
 
 
 class Slo(msgspec.Struct, frozen=True):

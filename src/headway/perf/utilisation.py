@@ -74,7 +74,7 @@ class AttentionWork:
 PRODUCT_ROWS = 512
 """Rows and columns of the square matrices whose product measures a device's arithmetic."""
 READ_MIB = 64
-"""Of the matrix whose product with a vector measures a device's memory: more than the caches of most."""
+"""Size of the matrix whose product with a vector measures a device's memory: more than the caches of most."""
 Measure = Callable[[str, int, int, int], float]
 """Seconds of (kind, first, second, repeats), as `runtime.executor.measure` has them."""
 

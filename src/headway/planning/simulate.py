@@ -220,8 +220,8 @@ class SeedMeasure(NamedTuple):
     kept_up: float = 1.0
     """Where `missed` is `BACKLOG`: tokens computed a second, as a share of those that arrived a second."""
     least_s: tuple[float, ...] = ()
-    """Of a run over a part of the workload: what each demand's percentile over all of it at least is if the part's
-    requests have these latencies. Empty: of a run over all of it."""
+    """For a run over a part of the workload: the least that each demand's percentile over all of it can be, given the
+    latencies of the part's requests. Empty: the run was over all of it."""
 
 
 @dataclass(frozen=True)

@@ -261,8 +261,8 @@ class JournalWriter:
         # Output and ends are written one after another, so that an end comes after the request's output.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="headway-journal")
         self._disk = ThreadPoolExecutor(_SYNCING_THREADS, thread_name_prefix="headway-journal-sync")
-        # Of the writer's thread: requests some of whose output was refused, of which no more is written, and those
-        # with output since the last sync.
+        # Used by the writer's thread only. Requests whose output the disk has refused: no more of it is written. Then
+        # requests with output since the last sync.
         self._given_up: set[int] = set()
         self._unsynced: set[int] = set()
         self._synced_s = time.monotonic()

@@ -95,7 +95,7 @@ class RequestSurroundings:
     freed_s: Sequence[float] = ()
     """When its KV was freed."""
     transfers: Sequence[KvTransfer] = ()
-    """Of its KV."""
+    """Moves of its KV between instances."""
 
 
 def explain(run: ReplayedRun, request_id: str) -> RequestExplanation:

@@ -103,7 +103,7 @@ class ParsedScenario(NamedTuple):
 
     scenario: Scenario
     cluster: ClusterSpec | None = None
-    """Of a cluster file: its instances, measured, in place of those that a scenario describes."""
+    """Measured instances of a cluster file, in place of those that a scenario describes."""
 
 
 ParsePoint = Callable[[Mapping[str, Any], str], ParsedScenario]

@@ -33,7 +33,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     hf_config: Mapping[str, Any]
     dtype_bytes: int
-    """Of weights and KV."""
+    """Bytes of an element of weights and KV."""
     device_name: str
     """As its driver calls it, or "cpu"."""
     tensor_parallel: int = 1

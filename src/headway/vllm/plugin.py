@@ -113,7 +113,7 @@ class SeamReport(msgspec.Struct, frozen=True):
 
 
 def digest(function: object) -> str:
-    """Of the source as it stands in the file, signature included: the same for every Python version."""
+    """Return a digest of the source as it stands in the file, signature included: the same in every Python version."""
     return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]  # type: ignore[arg-type]
 
 

@@ -20,7 +20,7 @@ CHUNKS = (32, 64, 128, 256)
 GROUPS = (1, 2, 4)
 CONTEXTS = (1_000_000, 2_000_000, 4_000_000)
 GPUS = 32
-"""Of one KV group: TP8 × 4 stages."""
+"""GPUs of one KV group: TP8 × 4 stages."""
 
 
 EQUATION = (

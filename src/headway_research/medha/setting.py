@@ -109,12 +109,12 @@ class MedhaResult:
     """The figures of one simulation. Times in seconds, by name of percentile."""
 
     ttft_s: dict[str, float | None]
-    """Of all requests; those without a first token count with the time from arrival to the window's end."""
+    """Times to first token of all requests; where there is none, the time from arrival to the window's end."""
     short_ttft_s: dict[str, float | None]
-    """Of short requests, likewise."""
+    """The same of short requests."""
     tpot_s: dict[str, float | None]
     max_tbt_s: dict[str, float | None]
-    """Of each completed request's worst gap."""
+    """Worst gap of each completed request."""
     requests: int
     completed: int
     soon: float

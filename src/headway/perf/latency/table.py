@@ -114,11 +114,11 @@ class ServingOverhead(msgspec.Struct, frozen=True):
     """How much `request_s` varied: a thread that finds its core taken waits for a tick of the system's clock. None: not
     measured, so that every request takes the median."""
     token_s: float = 0.0
-    """Of each token of a prompt, before the engine has it: one API server reads and tokenises one prompt after another,
-    so that prompts which come together wait for each other. Not in `request_s`."""
+    """Seconds of each token of a prompt before the engine has it: one API server reads and tokenises one prompt after
+    another, so that prompts which come together wait for each other. Not in `request_s`."""
     spread: tuple[TimeSpread, ...] = ()
-    """Of an iteration and the engine's own time before it, over what is predicted of both, by predicted length. Empty:
-    not measured, so that every iteration takes what is predicted."""
+    """Measured over predicted time of an iteration and the engine's own time before it, by predicted length. Empty: not
+    measured, so that every iteration takes its predicted time."""
 
     @classmethod
     def of(

@@ -40,7 +40,7 @@ class ChunkingRule(NamedTuple):
     smaller as the cache grows. static: a budget of tokens an iteration, decodes included (Sarathi-Serve's chunked
     prefill). whole: all of the prompt at once, as engines did before; of several only as many as the limit holds."""
     most: int | None = None
-    """Of static: tokens of an iteration."""
+    """Tokens of an iteration; `static` only."""
 
     @property
     def timed(self) -> bool:

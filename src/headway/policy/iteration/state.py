@@ -23,8 +23,8 @@ from headway.policy.iteration.requests import WHOLE, DecodeSet, SequenceState
 
 
 class ShardTable:
-    """Requests of one instance that may need several shards, over all of its groups: who holds which, which group the
-    next one joins, and which requests make way for it."""
+    """Requests of one instance that may need several shards, over all of its groups: where each shard is, which group
+    the next one joins, and which requests make way for it."""
 
     def __init__(self) -> None:
         # States of the groups, in order of their numbers; each adds itself.

@@ -34,7 +34,7 @@ NATIVE_CAPABILITIES = ALL_CAPABILITIES - {"prefix_copy"}
 """Capabilities of a live cluster's instances: each uses the prefixes in its own cache only."""
 
 HTTP_CAPABILITIES: frozenset[Capability] = frozenset(("pause", "decode_pause"))
-"""Of servers behind HTTP: a pause closes the request's stream, and a later one finds its KV in the prefix cache."""
+"""What HTTP servers can do: a pause closes the request's stream, and a later one finds its KV in the prefix cache."""
 
 # The cluster as a policy sees it (`ClusterSnapshot`), and the state that it reads (`ClusterState`).
 #

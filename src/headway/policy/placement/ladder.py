@@ -101,7 +101,7 @@ class RunningGroup:
     group: tuple[int, ...]
     end_s: float
     left_s: float = 0.0
-    """Of a paused one."""
+    """Seconds of work that are left, where it is paused."""
     pausing: bool = False
     pausable: bool = True
 

@@ -70,7 +70,7 @@ class Prompt:
     target_s: float = 0.0
     """Seconds after arrival at which its first token is due, at step 0."""
     steps: int = 0
-    """Of the ladder that it has climbed."""
+    """How many steps of the ladder it has climbed."""
 
     @property
     def due_s(self) -> float:

@@ -37,7 +37,7 @@ class SequenceParallelGroup:
     request: Request
     replicas: tuple[int, ...]
     order: int
-    """Of commitment."""
+    """Place among the long requests, in the order in which they got their replicas."""
     pause_interval_s: float = 0.0
     """Longest predicted time between two pause points of its prefill."""
     prefill_s: float = 0.0
@@ -413,9 +413,9 @@ class ShortRequest:
 
     request: Request
     weight: int
-    """Of its prefill, in the unit of queues."""
+    """Length of its prefill, in the unit of queues."""
     tokens: int
-    """Of its prefill, without cached ones once it is placed."""
+    """Tokens to prefill; once it is placed, without the cached ones."""
     replica: int = -1
     """-1: in the global queue."""
 
@@ -598,7 +598,7 @@ class CachedPrefixes:
         self._context, self._enabled, self._counts_seconds = context, enabled, counts_seconds
         self._cached: dict[str, tuple[int, ...]] = {}
         self.view: ClusterSnapshot
-        """Of the event that is handled; set with each one."""
+        """The snapshot that came with the event; set for each event."""
 
     def note(self, event: RequestArrived) -> None:
         """Remember a new request's hits, if placements count them."""

@@ -304,7 +304,7 @@ _START_S = 120.0
 
 
 @dataclass(frozen=True)
-class _Placement:
+class _RankLayout:
     """Where the ranks of a model run, and the model's sizes, before the ranks start."""
 
     layout: ParallelLayout
@@ -337,7 +337,7 @@ def build_many(config: EngineConfig, layout: ParallelLayout, wanted: Callable[[]
     devices = choose(config.device, layout.accelerators // config.nnodes, look_apart)
     hosts = _open_hosts(config, layout, devices) if config.nnodes > 1 else None
     try:
-        placement = _Placement(layout, shape, itemsize, longest, devices, hosts)
+        placement = _RankLayout(layout, shape, itemsize, longest, devices, hosts)
         return _start_ranks(config, placement, _rank_config(config, placement, wanted))
     except BaseException:
         if hosts is not None:
@@ -354,7 +354,7 @@ def _open_hosts(config: EngineConfig, layout: ParallelLayout, devices: DeviceAss
     return join_ray(config.ray_address, config.nnodes, host_of, config.model, HOST_TIMEOUT_S, reserved)
 
 
-def _resources(placement: _Placement, wanted: Callable[[], bool]) -> tuple[int, int]:
+def _resources(placement: _RankLayout, wanted: Callable[[], bool]) -> tuple[int, int]:
     """Return available bytes and cores of all hosts together, after waiting for the hosts.
 
     Ranks may be placed on any host, so each host counts with the memory of the smallest one.
@@ -374,7 +374,7 @@ def _resources(placement: _Placement, wanted: Callable[[], bool]) -> tuple[int, 
     return available, cores
 
 
-def _rank_config(config: EngineConfig, placement: _Placement, wanted: Callable[[], bool]) -> RankConfig:
+def _rank_config(config: EngineConfig, placement: _RankLayout, wanted: Callable[[], bool]) -> RankConfig:
     """Return the configuration of all ranks: the share of cores, and KV blocks in the memory that weights leave."""
     layout, shape, devices, hosts = placement.layout, placement.shape, placement.devices, placement.hosts
     available, cores = _resources(placement, wanted)
@@ -400,7 +400,7 @@ def _rank_config(config: EngineConfig, placement: _Placement, wanted: Callable[[
     )
 
 
-def _start_ranks(config: EngineConfig, placement: _Placement, ranks: RankConfig) -> LoadedModel:
+def _start_ranks(config: EngineConfig, placement: _RankLayout, ranks: RankConfig) -> LoadedModel:
     """Start the ranks and wait until all have loaded."""
     transport = ProcessTransport(ranks, placement.hosts)
     ready = transport.start()

@@ -81,7 +81,7 @@ class _EngineForks:
     def __init__(self, channel: socket.socket, make: engine_process.Make) -> None:
         self._channel, self._make = channel, make
         self._running: dict[int, tuple[int, int]] = {}
-        """Of each pidfd the process's id and the pipe for its exit status."""
+        """By pidfd: the process's id, and the pipe for its exit status."""
 
     def run(self) -> None:
         """Fork engines on request until the server is gone."""

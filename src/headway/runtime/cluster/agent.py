@@ -160,7 +160,7 @@ class CachedSlots(NamedTuple):
 
     tokens: int
     slots: Sequence[tuple[int, int]]
-    """Of these tokens, in order, as (first, count)."""
+    """Slots of these tokens, in order, as runs (first, count)."""
 
 
 class SpanPrefixes:

@@ -76,7 +76,7 @@ class LearnedLatency(GroupLatency):
         self._factors: dict[int, float] = {}
         """Measured over predicted seconds of each instance that was measured: its own prediction, if it has one."""
         self._reported: dict[int, tuple[list[int], list[float]]] = {}
-        """Of instances that predict prompts themselves: tokens of prompts, and their seconds over the model's."""
+        """By instance that predicts prompts itself: tokens of prompts, and their seconds over the model's."""
 
     @property
     def source(self) -> str:

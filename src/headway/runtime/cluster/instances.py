@@ -263,7 +263,7 @@ class LiveInstance:
         where = f" (on host {host})" if host else ""
         self._engine = EngineSupervisor(config, launch, names, incarnation, where, clock)
         self.cached = CachedKeys()
-        """Of its prefix cache."""
+        """Keys of the blocks in its prefix cache."""
         self._doomed: str | None = None
         """Why its process was ended from here, to be started again, unless it was given up."""
         self._given_up = False

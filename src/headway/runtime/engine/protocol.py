@@ -96,7 +96,7 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True):
     saved_s: float = 0.0
     """Seconds that the latency model says these would have taken alone."""
     prefilled_tokens: int = 0
-    """Of a request with `pin`: how many of its tokens have been computed; all of them once it is pinned."""
+    """Tokens computed so far of a request with `pin`; all of them once it is pinned."""
     staged: int | None = None
     """The request has left the scheduler, which keeps its KV of so many tokens: it is of phase "prefill" and its first
     token was sent before this, or it has been paused. Kept until `AbortRequest`, a submission of phase "decode", or a
@@ -175,7 +175,7 @@ class IterationSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start_s: float
     end_s: float
     predicted_s: float
-    """Of all its iterations."""
+    """Predicted seconds of all its iterations."""
     decodes: int
     """Most in one of its iterations."""
     chunks: tuple[ChunkSample, ...] = ()
@@ -229,7 +229,7 @@ class IterationOutputs(msgspec.Struct, frozen=True, array_like=True, kw_only=Tru
     samples: EngineSamples | None = None
     """With `stats`, where the live page is on."""
     cache: CacheChanges | None = None
-    """Of an instance of a cluster, for placements."""
+    """Blocks cached and evicted since the last message, of an instance of a cluster; placements read them."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):

@@ -169,7 +169,7 @@ GAIN = 1.1
 WINDOW_S = 0.2
 """Computing time after which waits for a core are looked at."""
 WAITING_SHARE = 0.3
-"""Of the computing time that a thread may wait for a core. Above it, one thread is about as fast."""
+"""Share of its computing time that a thread may wait for a core. Above it, one thread is about as fast."""
 BACKOFF_S = (0.5, 8.0)
 """How long one thread computes until several are tried again: at first, and at most."""
 _CHOSEN = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")

@@ -337,7 +337,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig
     """Its threads and its attention backend are those of one rank."""
     kv_blocks: int
-    """Of each KV group."""
+    """KV blocks of each KV group."""
     eos: tuple[int, ...] = ()
     cuda: int | None = None
     """The CUDA device of the host's first rank; the others have those that follow. None: the CPU."""

@@ -97,7 +97,7 @@ class RequestTokens:
         self.sampler = sampler
         """Set on the rank that samples only."""
         self.scores: PromptScores | None = None
-        """Of a request that asks for its prompt's log-probabilities."""
+        """Log-probabilities of the prompt, if the request asks for them."""
         if sampler is not None and sampler.params.prompt_logprobs is not None:
             self.scores = PromptScores(sampler.params.prompt_logprobs, prompt_tokens)
 
@@ -369,7 +369,7 @@ class GroupAttention(AttentionBackend):
 
 
 _OPERATORS = 8
-"""Of a layer beside attention: two norms, four products, the rotation, the activation."""
+"""Operations of a layer beside attention: two norms, four products, the rotation, the activation."""
 
 
 class ModelWorker:

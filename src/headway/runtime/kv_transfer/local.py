@@ -272,7 +272,7 @@ class SendQueue:
 
 
 NO_SCOPE = ""
-"""Of what ends say about memory: it is never forgotten."""
+"""Scope of messages about memory, which are kept for as long as the connection."""
 
 
 class _IncomingSlice:

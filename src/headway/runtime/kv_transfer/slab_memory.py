@@ -161,7 +161,7 @@ class SharedMemory(MemoryKind):
 _POLL_S = 50e-6
 
 
-class _Where(msgspec.Struct, frozen=True, array_like=True):
+class _SlabAddress(msgspec.Struct, frozen=True, array_like=True):
     """Slabs at `address` of the agent that `agent` describes."""
 
     agent: bytes
@@ -189,7 +189,7 @@ class NixlMemory(MemoryKind):
     @override
     def attach(self, about: bytes) -> SlabReader | None:
         try:
-            return _NixlReader(self, msgspec.msgpack.decode(about, type=_Where))
+            return _NixlReader(self, msgspec.msgpack.decode(about, type=_SlabAddress))
         except (msgspec.DecodeError, OSError):
             return None
 
@@ -254,7 +254,7 @@ class _NixlSlabs(SlabMemory):
     kind = NixlMemory.name
 
     def __init__(self, nixl: NixlMemory, memory: Bytes, registered: Any) -> None:
-        where = _Where(nixl.describe(), int(memory.ctypes.data))
+        where = _SlabAddress(nixl.describe(), int(memory.ctypes.data))
         super().__init__(memory, msgspec.msgpack.encode(where))
         self._nixl, self._registered = nixl, registered
 
@@ -265,7 +265,7 @@ class _NixlSlabs(SlabMemory):
 class _NixlReader(SlabReader):
     """See `SlabReader`. Raises OSError."""
 
-    def __init__(self, nixl: NixlMemory, where: _Where) -> None:
+    def __init__(self, nixl: NixlMemory, where: _SlabAddress) -> None:
         self._nixl, self._where = nixl, where
         self._aside, self._registered = nixl.register(SLAB_BYTES)
         nixl.meet(where.agent)

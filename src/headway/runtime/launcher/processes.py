@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
@@ -39,7 +40,7 @@ ENGINE = "headway.runtime.assembly.engine_process"
 RANK = "headway.runtime.executor.rank_process"
 
 
-class ProcessHandle:
+class ProcessHandle(ABC):
     """A process that this one has started, whatever it runs, and wherever."""
 
     pid: int | None = None
@@ -58,22 +59,17 @@ class ProcessHandle:
         return self.pid if self.local else None
 
     @property
+    @abstractmethod
     def ended(self) -> str | None:
         """How it has ended, as a phrase that follows 'worker 3'; None while it runs, or is to run."""
-        code = self.poll()
-        return None if code is None else f"has ended with {end_words(code)}"
 
-    def poll(self) -> int | None:
-        """Return the exit code, below 0 the signal's number; None while the process runs."""
-        raise NotImplementedError
-
+    @abstractmethod
     def join(self, timeout_s: float | None = None) -> None:
         """Wait until it has ended."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kill(self) -> None:
         """Kill it and all that it has started. Not waited for."""
-        raise NotImplementedError
 
     def terminate(self) -> None:
         """Ask it to end in order."""
@@ -98,12 +94,26 @@ class ProcessHandle:
             self._reaper.join(grace_s)
 
 
+class LocalProcess(ProcessHandle):
+    """A process of this host, which has an exit code."""
+
+    @property
+    @override
+    def ended(self) -> str | None:
+        code = self.poll()
+        return None if code is None else f"has ended with {end_words(code)}"
+
+    @abstractmethod
+    def poll(self) -> int | None:
+        """Return the exit code, below 0 the signal's number; None while the process runs."""
+
+
 def end_words(code: int) -> str:
     """Return an exit code in words."""
     return f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
 
 
-class SpawnedProcess(ProcessHandle):
+class SpawnedProcess(LocalProcess):
     """A process that leads a group of its own."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
@@ -149,7 +159,7 @@ def spawn(endpoint: str, config: msgspec.Struct, module: str = ENGINE, *more: st
     return SpawnedProcess(process)
 
 
-class RankProcess(ProcessHandle):
+class RankProcess(LocalProcess):
     """One rank's process on this host, started at construction.
 
     It will speak to the engine at `endpoint`. settings: a RankConfig as JSON.

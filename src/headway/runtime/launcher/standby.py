@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from headway.perf.device import available_bytes, gib
 from headway.runtime.engine.config import NUMERICS, EngineConfig, GaveUpError, InstanceConfig, RestartLimit
-from headway.runtime.launcher.processes import ProcessHandle
+from headway.runtime.launcher.processes import LocalProcess
 
 log = logging.getLogger("headway.server")
 
@@ -44,7 +44,7 @@ _EARLY_RESTARTS = 3
 _LOST = -signal.SIGKILL
 
 
-class ForkedEngine(ProcessHandle):
+class ForkedEngine(LocalProcess):
     """An engine's process that a template has forked.
 
     Process id and exit status come on a pipe, since it is no child of this process. The engine writes both lines; the

@@ -18,7 +18,7 @@ from headway.perf.hardware import ModelShape
 # Configuration of the position encoding, read from either spelling of a Hugging Face config.json. No torch.
 
 _TINY, _LEAST_THETA = 1e-6, 1.001
-"""Of scales, which are above 0, and of the base of frequencies, whose logarithm divides."""
+"""Least value of scales, and of the base of frequencies, whose logarithm is a divisor."""
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 

@@ -110,7 +110,7 @@ class ChunkSpec(msgspec.Struct, frozen=True):
     that is decoded over the KV of a whole group (LoongServe §4.2). KV whose heads are cut otherwise is laid out
     anew, as before any other chunk."""
     keepers: tuple[int, ...] = ()
-    """Of an in-place chunk: the ranks on which KV stays, the group's first among them; KV of the others is moved to
+    """Ranks on which KV of an in-place chunk stays, the group's first among them; KV of the others is moved to
     these while the layers are computed (scale-down). Empty: all ranks."""
 
     def __post_init__(self) -> None:

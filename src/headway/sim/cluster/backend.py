@@ -70,7 +70,7 @@ class InstanceBusyTime:
 
     def __init__(self, instances: int) -> None:
         self.seconds = [0.0] * instances
-        """Of each instance, as of its last pause; `close` adds the time since."""
+        """Busy seconds by instance, up to its last pause; `close` adds the time since."""
         # Spans and batches that run, by instance, and the time since which there is at least one.
         self._running = [0] * instances
         self._since_s = [0.0] * instances

@@ -202,7 +202,7 @@ class ClusterSpec:
     handshake: str = "handshake"
     """Order in which transfers are admitted at a receiver."""
     utilisation_base: UtilisationBase | None = None
-    """Of an instance, in the mean over all; None: no utilisation is told."""
+    """FLOPs and bytes of one instance, the mean over all; None: utilisation is not reported."""
     balance: bool = True
     """Whether spreading earlier KV over a larger group costs what does not overlap with compute (Tetris §4.1)."""
 
@@ -259,7 +259,7 @@ class GanttBar(NamedTuple):
     request: str
     """Empty for batches."""
     note: str = ""
-    """Of a transfer, its target; of a span, its tokens."""
+    """The target of a transfer, or the tokens of a span."""
 
 
 @dataclass(frozen=True)
