@@ -5,20 +5,18 @@ this checkout: `python -m scripts.make_transcripts`. Minutes; the first needs `m
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
+from benchmarks.peers.vllm_server import VllmServer, environment
 from scripts.make_screens import COLUMNS, DOCS, command
-
-from headway.core.machine import free_port
 
 PAGE = DOCS / "reference" / "transcripts.md"
 VLLM = DOCS.parent / ".venv-vllm" / "bin"
@@ -94,77 +92,48 @@ def before_and_after() -> str:
         model = Path(folder) / "model"
         made = [sys.executable, DOCS.parent / "scripts" / "make_checkpoint.py", "--dtype", "float32", "--out", model]
         subprocess.run(made, check=True, stdout=subprocess.DEVNULL)
-        ports = [free_port(), free_port()]
-        common = ("--dtype", "float32", "--max-model-len", "10000")
-        shown = INSTALL + shell(folder, "headway", "doctor", "--vllm", "model", *common, *PLUGGED)
-        for port, core, flags in zip(ports, (0, 1), ((), PLUGGED), strict=True):
-            shown += servers.enter_context(serving(folder, port, core, *common, *flags))
-        for port in ports:
-            wait(port)
-        urls = [word for port in ports for word in ("--url", f"http://127.0.0.1:{port}")]
-        load = ("--label", "stock", "--label", "headway", "--seconds", "60")
-        shown += shell(folder, "headway", "bench", "convoy", *urls, *load)
-    for port, usual in zip(ports, ("8000", "8001"), strict=True):
-        shown = shown.replace(str(port), usual)
+        # One core each: they take turns.
+        both = [
+            VllmServer(
+                str(VLLM / "python"), str(model), flags, Path(folder) / f"{core}.log", dtype="float32",
+                max_model_len=10_000, kv_gib=2, threads=1, first_core=core,
+            )
+            for core, flags in enumerate(([], PLUGGED))
+        ]  # fmt: skip
+        shown = INSTALL + shell("headway", "doctor", "--vllm", str(model), "--dtype", "float32", *PLUGGED)
+        for server in both:
+            servers.callback(server.stop)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(VllmServer.start, both))
+        shown += "".join(typed([*server.command, "&"]) + "\n" for server in both)
+        urls = [word for server in both for word in ("--url", server.url)]
+        shown += shell("headway", "bench", "convoy", *urls, "--label", "stock", "--label", "headway", "--seconds", "60")
+        for server, usual in zip(both, ("8000", "8001"), strict=True):
+            shown = shown.replace(str(server.port), usual)
     # The name of a profile depends on the processor.
     return re.sub(r"[0-9a-f]{24}", "…", shown).replace(str(Path.home()), "~").rstrip()
 
 
-def environment(core: int = 0) -> dict[str, str]:
-    """Return the environment of a command beside vLLM; a server gets one core, so that two can take turns."""
-    # pip puts Intel's OpenMP beside `bin`; vLLM's kernels are two to three times slower without it.
-    own = {"COLUMNS": str(COLUMNS), "NO_COLOR": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
-    own |= {"VLLM_CPU_OMP_THREADS_BIND": str(core), "LD_PRELOAD": str(VLLM.parent / "lib" / "libiomp5.so")}
-    return {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | own
-
-
-def shell(folder: str, *words: str) -> str:
-    """Run a command of vLLM's environment. Returns it as typed, on one or more lines, and what it prints."""
+def shell(*words: str) -> str:
+    """Run a command of vLLM's environment. Returns it as typed, and what it prints."""
+    own = {"COLUMNS": str(COLUMNS), "NO_COLOR": "1"}
     done = subprocess.run(
-        [VLLM / words[0], *words[1:]], cwd=folder, env=environment(), check=True, text=True,
+        [VLLM / words[0], *words[1:]], env=environment(str(VLLM / "python"), variables=own), check=True, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     printed = "\n".join(line.rstrip() for line in done.stdout.rstrip().splitlines())
     return f"{typed(words)}\n{printed}\n"
 
 
-def typed(words: tuple[str, ...]) -> str:
-    """Return a command as a terminal of 80 columns shows it."""
+def typed(words: Sequence[str]) -> str:
+    """Return a command as a terminal of 80 columns shows it, with paths as names."""
     lines = ["$"]
-    for word in words:
+    for word in (Path(word).name if word.startswith("/") else word for word in words):
         if len(lines[-1]) + len(word) > COLUMNS - 3:
             lines[-1] += " \\"
             lines.append("   ")
         lines[-1] += f" {word}"
     return "\n".join(lines)
-
-
-@contextmanager
-def serving(folder: str, port: int, core: int, *flags: str) -> Iterator[str]:
-    """Run vLLM's server of the model. Yields the command as typed."""
-    words = ("vllm", "serve", "model", "--port", str(port), *flags)
-    server = subprocess.Popen(
-        [VLLM / words[0], *words[1:]], cwd=folder, env=environment(core), start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        yield typed((*words, "&")) + "\n"
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(server.pid, 15)
-        with suppress(subprocess.TimeoutExpired):
-            server.wait(30)
-        with suppress(ProcessLookupError):
-            os.killpg(server.pid, 9)
-
-
-def wait(port: int) -> None:
-    """Return when a server is ready. Raises TimeoutError after ten minutes."""
-    for _ in range(600):
-        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
-            return
-        time.sleep(1.0)
-    raise TimeoutError(f"vLLM at port {port} is not ready after ten minutes")
 
 
 def holds(title: str) -> bool:

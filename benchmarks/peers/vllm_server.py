@@ -74,10 +74,9 @@ class VllmServer:
     ) -> None:
         """threads 0: all cores. variables: of its environment, besides."""
         self.port, self.log = free_port(), log
-        self._command = [
-            python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "peer",
-            "--host", "127.0.0.1", "--port", str(self.port), "--dtype", dtype, "--max-model-len", str(max_model_len),
-            *flags,
+        self.command = [
+            str(Path(python).parent / "vllm"), "serve", model, "--served-model-name", "peer", "--host", "127.0.0.1",
+            "--port", str(self.port), "--dtype", dtype, "--max-model-len", str(max_model_len), *flags,
         ]  # fmt: skip
         self._environment = environment(
             python, kv_gib=kv_gib, threads=threads, first_core=first_core, variables=variables
@@ -92,7 +91,7 @@ class VllmServer:
         """Start it, and wait until it is ready. A signal to the group reaches its engine too."""
         with self.log.open("wb") as sink:
             self._process = subprocess.Popen(
-                self._command, stdout=sink, stderr=subprocess.STDOUT, env=self._environment, start_new_session=True
+                self.command, stdout=sink, stderr=subprocess.STDOUT, env=self._environment, start_new_session=True
             )
         _wait(self._process, self.port, self.log)
 
