@@ -10,6 +10,7 @@ they are upper bounds.
 from __future__ import annotations
 
 import argparse
+import bisect
 import contextlib
 import http.client
 import itertools
@@ -64,8 +65,8 @@ class Bystander:
 
     url: str
     model: str
-    events: list[float] = field(default_factory=list)
-    """When events of the streams came, seconds; `inf` between two streams."""
+    gaps: list[tuple[float, float]] = field(default_factory=list)
+    """When an event of a stream came, and when the next one of the same stream did, seconds."""
     healths: list[tuple[float, float]] = field(default_factory=list)
     """When `/health` was asked for, and how long it took, seconds; infinite when it failed."""
     failures: list[str] = field(default_factory=list)
@@ -84,10 +85,10 @@ class Bystander:
             thread.join()
 
     def gap_ms(self, since: float, until: float) -> float:
-        """Longest time between two events of one stream."""
-        inside = [at for at in self.events if at == float("inf") or since <= at <= until]
-        gaps = [b - a for a, b in itertools.pairwise(inside) if float("inf") not in (a, b)]
-        return 1000.0 * max(gaps, default=float("nan"))
+        """Longest time between two events of one stream, of which a part lies between these two times."""
+        first = bisect.bisect_left(self.gaps, since, key=lambda gap: gap[1])
+        inside = itertools.takewhile(lambda gap: gap[0] <= until, itertools.islice(self.gaps, first, None))
+        return 1000.0 * max((after - before for before, after in inside), default=float("nan"))
 
     def health_ms(self, since: float, until: float) -> float:
         return 1000.0 * max((took for at, took in self.healths if since <= at <= until), default=float("nan"))
@@ -99,14 +100,17 @@ class Bystander:
             try:
                 one.request("POST", "/v1/completions", json.dumps(body))
                 answer = one.getresponse()
+                before = None
                 while not self._over.is_set() and (line := answer.readline()):
                     if line.startswith(b"data: {"):
-                        self.events.append(time.monotonic())
+                        now = time.monotonic()
+                        if before is not None:
+                            self.gaps.append((before, now))
+                        before = now
             except OSError as error:
                 self.failures.append(f"chat: {error}")
                 self._over.wait(0.2)
             finally:
-                self.events.append(float("inf"))
                 one.close()
 
     def _ask(self) -> None:
