@@ -87,7 +87,7 @@ packing-prefetch.case1        accelerator.stage_figures:case1   sec speed-ups ov
 packing-prefetch.case2        accelerator.stage_figures:case2   sec speed-ups over the prefetch buffer (Fig. 6)
 packing-prefetch.case3        accelerator.service_figures:case3 min requests a second within the SLO (Fig. 7)
 packing-prefetch.case4        accelerator.service_figures:case4 min throughput against latency by chunk (Fig. 8)
-packing-prefetch.sensitivity  accelerator.sensitivity:run       min gains of both over what the paper leaves open
+packing-prefetch.sensitivity  accelerator.service_figures:sensitivity min gains of both over what the paper leaves open
 
 pecsched.fig1       pecsched.figures:fig1      sec lengths of Azure's requests
 pecsched.fig2       pecsched.figures:fig2      min short requests under FIFO, with and without long ones

@@ -1,7 +1,7 @@
 """`headway accel …`: what on-chip memory and an idle HBM channel are worth (docs/papers/accelerator.md).
 
 `stage` computes one iteration, `sweep` many over a grid. `serve` and `capacity` simulate requests by the real scheduler
-in virtual time. `validate` compares with the figures of the paper, as pins that must not move.
+in virtual time. The paper's figures beside ours are `headway reproduce packing-prefetch.case1` and its like.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from rich.console import RenderableType
@@ -26,7 +26,8 @@ from headway.core.parse import size
 from headway.core.strict_yaml import read_yaml
 from headway.sim import InstanceSpec, RunSpec, simulate
 from headway.sim.build import requests_of
-from headway.sim.report.plots import check_picture, save
+from headway.sim.report.page import ReportChart
+from headway.sim.report.plots import check_picture
 from headway.sim.report.tables import show
 from headway.sim.result import run_json
 from headway.sim.sweep import parse_sweep, points_of, with_field
@@ -45,18 +46,14 @@ from headway_research.accelerator.stage import (
     simulate_stage,
     smallest_chunk,
 )
-from headway_research.accelerator.stage_figures import PinnedFigure, pins
 from headway_research.accelerator.study_file import AcceleratorStudy, AccelFile, read_study, scheduler_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from headway_research.plot import draw
 
 WORDS = {
     "stage": "one iteration: serial, packed, packed with prefetch; what bounds it",
     "sweep": "stages over any fields, as CSV, with the Pareto front",
     "serve": "requests at one rate, by the real scheduler",
     "capacity": "the highest rate within the limits, with and without prefetch",
-    "validate": "the paper's figures beside ours; fails when one moves",
 }
 
 
@@ -64,18 +61,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="word", metavar="WHAT", required=True)
     for word, about in WORDS.items():
         sub = commands.add_parser(word, help=about, description=about[0].upper() + about[1:] + ".")
-        if word != "validate":
-            sub.add_argument("file", nargs="?", type=Path, help="a YAML file (examples/accel/); none: defaults")
-            sub.add_argument(
-                "--set", action="append", default=[], metavar="FIELD=VALUE", help="such as machine.prefetch_buffer=1G"
-            )
+        sub.add_argument("file", nargs="?", type=Path, help="a YAML file (examples/accel/); none: defaults")
+        sub.add_argument(
+            "--set", action="append", default=[], metavar="FIELD=VALUE", help="such as machine.prefetch_buffer=1G"
+        )
         sub.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON ('-': stdout, no tables)")
+        sub.add_argument("--csv", type=Path, metavar="FILE", help="write rows ('-': stdout, no tables)")
         if word in ("stage", "sweep", "capacity"):
             sub.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg, or both without a suffix")
-        if word != "validate":
-            sub.add_argument("--csv", type=Path, metavar="FILE", help="write rows ('-': stdout, no tables)")
         if word in ("stage", "serve"):
             sub.add_argument("--wide", action="store_true", help="every column, wider than 80 columns")
+        if word == "stage":
+            sub.add_argument("--schema", action="store_true", help="print the JSON Schema of accel files and end")
         if word == "sweep":
             sub.add_argument(
                 "--axis", action="append", default=[], metavar="FIELD=…",
@@ -88,12 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 "--match", action="store_true", help="also: the HBM bandwidth that packing alone would need"
             )
             sub.add_argument("--ratio", type=float, default=1.02, metavar="N", help="precision of a search (1.02)")
-        if word == "validate":
-            sub.add_argument("--schema", action="store_true", help="print the JSON Schema of accel files and end")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    commands = {"stage": stage, "sweep": sweep, "serve": serve, "capacity": capacity, "validate": validate}
+    commands = {"stage": stage, "sweep": sweep, "serve": serve, "capacity": capacity}
     check_picture(getattr(arguments, "plot", None))
     return commands[arguments.word](arguments)
 
@@ -132,7 +127,7 @@ def deliver(
     found: dict[str, Any],
     report: Callable[[dict[str, Any]], RenderableType],
     rows: Sequence[dict[str, Any]] = (),
-    figure: Callable[[dict[str, Any]], Figure] | None = None,
+    charts: Callable[[dict[str, Any]], list[ReportChart]] | None = None,
 ) -> None:
     """Write what `--json`, `--csv` and `--plot` ask for, and print the tables unless stdout is one of them.
 
@@ -152,8 +147,8 @@ def deliver(
         sys.stdout.buffer.write(stdout)
     else:
         show(report(found))
-    if figure is not None and arguments.plot is not None:
-        save(figure(found), arguments.plot)
+    if charts is not None and arguments.plot is not None:
+        draw(charts(found), arguments.plot)
 
 
 STAGE_SCHEMA, SWEEP_SCHEMA = "headway.accel.stage/1", "headway.accel.sweep/1"
@@ -161,11 +156,14 @@ STAGE_SCHEMA, SWEEP_SCHEMA = "headway.accel.stage/1", "headway.accel.sweep/1"
 
 def stage(arguments: argparse.Namespace) -> int:
     """Run `headway accel stage`: simulate one iteration and report it; return the exit status."""
+    if arguments.schema:
+        print(json.dumps(AccelFile.model_json_schema(), indent=2))
+        return 0
     study = StudySource(arguments).study()
     found = stage_json(study, simulate_stage(study.setting, study.work))
-    deliver(
-        arguments, found, partial(tables.stage_report, wide=arguments.wide), found["operators"], tables.stage_figure
-    )
+    deliver(arguments, found, partial(tables.stage_report, wide=arguments.wide), found["operators"])
+    if arguments.plot is not None:
+        tables.draw_stage(found, arguments.plot)
     return 0
 
 
@@ -178,7 +176,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     fields = [field for field, _ in axes]
     mark_front(rows, fields)
     found = {"schema": SWEEP_SCHEMA, "axes": fields, "rows": rows}
-    deliver(arguments, found, tables.sweep_report, rows, tables.sweep_figure)
+    deliver(arguments, found, tables.sweep_report, rows, tables.sweep_charts)
     return 0
 
 
@@ -384,33 +382,5 @@ def capacity(arguments: argparse.Namespace) -> int:
             study.setting, at.config, at.kv_tokens, at.draw, at.limits, prefetch, ratio=arguments.ratio
         )
     rows = [{"schedule": mode, **rate} for mode, each in modes.items() for rate in each["tried"]]
-    deliver(arguments, found, tables.capacity_report, rows, tables.capacity_figure)
+    deliver(arguments, found, tables.capacity_report, rows, tables.capacity_charts)
     return 0
-
-
-SCHEMA = "headway.accel.validate/1"
-
-
-def validate(arguments: argparse.Namespace) -> int:
-    """Run `headway accel validate`; return 1 when a pinned figure has moved."""
-    if arguments.schema:
-        print(json.dumps(AccelFile.model_json_schema(), indent=2))
-        return 0
-    rows = pins()
-    found: dict[str, Any] = {"schema": SCHEMA, "pins": [pin.to_json() for pin in rows], "summary": summary(rows)}
-    deliver(arguments, found, tables.validate_report)
-    if str(arguments.json) != "-":
-        print(found["summary"])
-    return 0 if all(pin.ok for pin in rows) else 1
-
-
-def summary(rows: list[PinnedFigure]) -> str:
-    """Return the verdict on all pins in one line."""
-    paper, own = ([pin for pin in rows if pin.kind == kind] for kind in ("paper", "own"))
-    worst = max(paper, key=lambda pin: abs(pin.error))
-    moved = [pin.name for pin in rows if not pin.ok]
-    verdict = "nothing moved" if not moved else f"MOVED: {'; '.join(moved)}"
-    return (
-        f"{sum(p.ok for p in paper)} of {len(paper)} paper figures within {paper[0].tolerance:.0%} "
-        f"(worst {worst.error:+.2%}: {worst.name}); {sum(p.ok for p in own)} of {len(own)} own pins hold; {verdict}"
-    )

@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from headway.perf.hardware import ModelShape, causal_pairs
@@ -29,9 +30,29 @@ from headway_research.accelerator.machine import (
 from headway_research.accelerator.mapping import GemmShape, OpCost, fusible, none, search
 
 
-def kv_bytes(shape: ModelShape, precision: OperandTypes) -> float:
-    """Return the bytes of keys and values that one token leaves in one layer, with the precision of KV."""
-    return shape.kv_width * precision.kv_bytes
+class OperatorSetting(NamedTuple):
+    """Everything that a cost depends on except the work; hashable, so that results can be cached."""
+
+    shape: ModelShape
+    machine: MachineModel
+    precision: OperandTypes = OperandTypes()
+    assumed: AcceleratorAssumptions = AcceleratorAssumptions()
+    techniques: TechniqueSet = TechniqueSet()
+
+    @property
+    def model(self) -> ModelShape:
+        """The shape with the assumed number of feed-forward matrices."""
+        return msgspec.structs.replace(self.shape, mlp_matrices=self.assumed.ffn_matrices or self.shape.mlp_matrices)
+
+    @property
+    def kv_bytes(self) -> float:
+        """Bytes of keys and values that one token leaves in one layer, with the precision of KV."""
+        return self.shape.kv_width * self.precision.kv_bytes
+
+    @property
+    def query_bytes(self) -> float:
+        """Bytes of one token's queries in one layer."""
+        return self.shape.q_width * self.precision.activation_bytes
 
 
 class ChunkNumbers(NamedTuple):
@@ -56,37 +77,27 @@ class ChunkNumbers(NamedTuple):
         return self.fill / bandwidth + np.maximum(np.maximum(self.array_s, self.softmax_s), rest_s)
 
 
-def chunk_numbers(
-    shape: ModelShape,
-    machine: MachineModel,
-    precision: OperandTypes,
-    assumed: AcceleratorAssumptions,
-    techniques: TechniqueSet,
-    tokens: Any,
-    past: int,
-    own: Any,
-    fused: Any,
-) -> ChunkNumbers:
+def chunk_numbers(setting: OperatorSetting, tokens: Any, past: int, own: Any, fused: Any) -> ChunkNumbers:
     """Return the costs of a chunk of `tokens` (a number or an array) over `past` cached tokens.
 
     own: its `own_cycles`. fused: queries come from, and outputs go to, on-chip memory."""
+    shape, machine, precision, assumed, techniques = setting
     pairs = causal_pairs(tokens, past) if assumed.causal else tokens * past + tokens * tokens * 1.0
     if assumed.mapper:
         streamed = np.maximum(shape.q_heads // shape.kv_heads * tokens, machine.rows)
         # A tile costs at least R cycles, the load of the next one. KV heads are spread over the arrays.
-        cycles = (tiles(shape, machine, past) * streamed + own) * (shape.kv_heads / machine.arrays)
+        cycles = (tiles(setting, past) * streamed + own) * (shape.kv_heads / machine.arrays)
         array_s = (cycles + machine.rows + machine.columns) / machine.clock_hz
     else:
         array_s = pairs * shape.pair_flops / (machine.flops * assumed.utilisation)
     scores = pairs * shape.q_heads
     softmax_s = assumed.softmax_ops * scores / (machine.vector_lanes * machine.clock_hz)
-    per_token = kv_bytes(shape, precision)
-    queries = tokens * shape.q_width * precision.activation_bytes
+    queries = tokens * setting.query_bytes
     # Queries and FP32 outputs of one KV head's group are resident; where they are not, KV is read once a block.
     group = queries / shape.kv_heads * (1.0 + 4.0 / precision.activation_bytes)
     passes = np.maximum(1.0, np.ceil(group / (machine.compute_bytes / 2)))
     own_reads = passes if assumed.kv_reread else passes - 1.0
-    moved = (past * passes + tokens * (own_reads + 1.0)) * per_token + np.where(fused, 0.0, 2.0 * queries)
+    moved = (past * passes + tokens * (own_reads + 1.0)) * setting.kv_bytes + np.where(fused, 0.0, 2.0 * queries)
     # Without flash attention scores that do not fit, one head's at a time, are written and read twice (raw, softmax).
     if not techniques.flash_attention:
         spilled = scores * precision.activation_bytes
@@ -94,89 +105,65 @@ def chunk_numbers(
     # First tiles of keys and values: all that the arrays wait for with double-buffering.
     first = 2.0 * machine.columns * shape.head_dim * precision.kv_bytes if assumed.mapper else 0.0
     fill = np.minimum(moved, first) if techniques.double_buffering else moved
-    return ChunkNumbers(array_s, softmax_s, moved, passes * per_token, fill, group)
+    return ChunkNumbers(array_s, softmax_s, moved, passes * setting.kv_bytes, fill, group)
 
 
-def chunk_attention(
-    shape: ModelShape,
-    machine: MachineModel,
-    precision: OperandTypes,
-    assumed: AcceleratorAssumptions,
-    techniques: TechniqueSet,
-    work: IterationWork,
-    fused: bool,
-) -> OpCost:
+def chunk_attention(setting: OperatorSetting, work: IterationWork, fused: bool) -> OpCost:
     """Return the cost of a prefill chunk's attention over its history and itself, in one layer."""
-    tokens = work.prefill_tokens
+    tokens, mapper = work.prefill_tokens, setting.assumed.mapper
     if not tokens:
         return none("prefill attention")
-    own = own_cycles(shape, machine, tokens, assumed.causal) if assumed.mapper else 0.0
-    found = chunk_numbers(shape, machine, precision, assumed, techniques, tokens, work.prefill_past, own, fused)
-    queries = 2.0 * tokens * shape.q_width * precision.activation_bytes
+    own = own_cycles(setting, tokens) if mapper else 0.0
+    found = chunk_numbers(setting, tokens, work.prefill_past, own, fused)
+    queries = 2.0 * tokens * setting.query_bytes
     return OpCost(
         "prefill attention",
         "array",
         max(float(found.array_s), float(found.softmax_s)),
         float(found.moved),
         float(found.fill),
-        min(float(found.group), machine.compute_bytes / 2) + (queries if fused else 0.0),
-        "keys and values stationary" if assumed.mapper else "",
+        min(float(found.group), setting.machine.compute_bytes / 2) + (queries if fused else 0.0),
+        "keys and values stationary" if mapper else "",
     )
 
 
-def decode_attention(
-    shape: ModelShape,
-    machine: MachineModel,
-    precision: OperandTypes,
-    assumed: AcceleratorAssumptions,
-    work: IterationWork,
-) -> OpCost:
+def decode_attention(setting: OperatorSetting, work: IterationWork) -> OpCost:
     """Return the cost of all decodes' attention in one layer; `hbm_bytes` is all KV they read, prefetched or not."""
     if not work.decodes:
         return none("decode attention", "vector")
-    vector_s = vector_seconds(shape, machine, assumed, work.kv_tokens)
-    array_s = array_seconds(shape, machine, assumed, work.kv_tokens)
+    unit, seconds = attending_unit(setting, work.kv_tokens)
+    return OpCost("decode attention", unit, seconds, work.kv_tokens * setting.kv_bytes, mapping=f"{unit} unit")
+
+
+def attending_unit(setting: OperatorSetting, kv_tokens: int) -> tuple[str, float]:
+    """Return the unit on which decodes attend to `kv_tokens`, and its seconds in one layer.
+
+    Vector unit: scores and values are two multiply-accumulates a query head, dimension and token, one a lane and cycle.
+    Arrays: a group of query heads streams through each tile, which costs at least R cycles."""
+    shape, machine, _, assumed, _ = setting
+    share = 1.0 if assumed.mapper else assumed.utilisation
+    cycles = tiles(setting, kv_tokens) * max(shape.q_heads // shape.kv_heads, machine.rows)
+    seconds = {
+        "vector": 2.0 * kv_tokens * shape.q_width / (machine.vector_lanes * machine.clock_hz * share),
+        "array": cycles * shape.kv_heads / (machine.arrays * machine.clock_hz * share),
+    }
     choice = assumed.decode_attention
-    unit = ("vector" if vector_s <= array_s else "array") if choice == "fastest" else choice
-    return OpCost(
-        "decode attention",
-        unit,
-        vector_s if unit == "vector" else array_s,
-        work.kv_tokens * kv_bytes(shape, precision),
-        0.0,
-        0.0,
-        f"{unit} unit",
-    )
+    unit = min(seconds, key=seconds.__getitem__) if choice == "fastest" else choice
+    return unit, seconds[unit]
 
 
-def vector_seconds(shape: ModelShape, machine: MachineModel, assumed: AcceleratorAssumptions, kv_tokens: int) -> float:
-    """Return the seconds of decode attention over `kv_tokens` on the vector unit, in one layer."""
-    # Scores and values: two multiply-accumulates a query head, dimension and token; one a lane and cycle.
-    rate = machine.vector_lanes * machine.clock_hz * (1.0 if assumed.mapper else assumed.utilisation)
-    return 2.0 * kv_tokens * shape.q_width / rate
-
-
-def array_seconds(shape: ModelShape, machine: MachineModel, assumed: AcceleratorAssumptions, kv_tokens: int) -> float:
-    """Return the seconds of decode attention over `kv_tokens` on the arrays, in one layer.
-
-    A group of query heads streams through each tile, which costs at least R cycles."""
-    cycles = tiles(shape, machine, kv_tokens) * max(shape.q_heads // shape.kv_heads, machine.rows)
-    return (
-        cycles * shape.kv_heads / (machine.arrays * machine.clock_hz * (1.0 if assumed.mapper else assumed.utilisation))
-    )
-
-
-def tiles(shape: ModelShape, machine: MachineModel, tokens: int) -> int:
+def tiles(setting: OperatorSetting, tokens: int) -> int:
     """Return the number of tiles of keys and of values of one KV head."""
-    rows, columns, wide = machine.rows, machine.columns, shape.head_dim
+    rows, columns, wide = setting.machine.rows, setting.machine.columns, setting.shape.head_dim
     return -(-wide // rows) * -(-tokens // columns) + -(-tokens // rows) * -(-wide // columns)
 
 
-def own_cycles(shape: ModelShape, machine: MachineModel, tokens: int, causal: bool) -> float:
+def own_cycles(setting: OperatorSetting, tokens: int) -> float:
     """Return the array cycles of a chunk's attention to itself, for one KV head."""
+    shape, machine = setting.shape, setting.machine
     group = shape.q_heads // shape.kv_heads
-    if not causal:
-        return float(tiles(shape, machine, tokens) * max(group * tokens, machine.rows))
+    if not setting.assumed.causal:
+        return float(tiles(setting, tokens) * max(group * tokens, machine.rows))
     total = 0.0
     # (tokens a tile spans, tiles side by side over the head dimension) of keys, then of values.
     for size, each in (
@@ -212,26 +199,6 @@ class LayerOperators(NamedTuple):
         return (*self.before, self.chunk, *self.after)
 
 
-class OperatorSetting(NamedTuple):
-    """Everything that a cost depends on except the work; hashable, so that results can be cached."""
-
-    shape: ModelShape
-    machine: MachineModel
-    precision: OperandTypes = OperandTypes()
-    assumed: AcceleratorAssumptions = AcceleratorAssumptions()
-    techniques: TechniqueSet = TechniqueSet()
-
-    @property
-    def model(self) -> ModelShape:
-        """The shape with the assumed number of feed-forward matrices."""
-        wanted = self.assumed.ffn_matrices
-        if wanted is None or wanted == self.shape.mlp_matrices:
-            return self.shape
-        return ModelShape(
-            **{**{f: getattr(self.shape, f) for f in self.shape.__struct_fields__}, "mlp_matrices": wanted}
-        )
-
-
 def rows_of(assumed: AcceleratorAssumptions, work: IterationWork) -> int:
     """Return the rows of a packed product: the chunk's tokens plus the decodes, or `decode_rows` where assumed."""
     decodes = 0 if not work.decodes else work.decodes if assumed.decode_rows is None else assumed.decode_rows
@@ -240,25 +207,26 @@ def rows_of(assumed: AcceleratorAssumptions, work: IterationWork) -> int:
 
 def layers_of(setting: OperatorSetting, works: Sequence[IterationWork]) -> list[LayerOperators]:
     """Return the operators of several iterations; all their products are mapped in one search."""
-    shape, machine, precision, assumed, techniques = setting
-    shape = setting.model
+    assumed = setting.assumed
     rows = [rows_of(assumed, work) for work in works]
     # The LM head runs for each decode and for the chunk's last token.
     heads = [work.decodes + (1 if work.prefill_tokens else 0) for work in works]
-    fused = [fused_of(setting, shape, m) for m in rows]
-    costs = products(setting, shape, rows, heads, fused)
+    fused = [fused_of(setting, m) for m in rows]
+    costs = products(setting, rows, heads, fused)
     layers = []
     for i, work in enumerate(works):
         qkv, out, up, down, head = costs[5 * i : 5 * i + 5]
         # Prefill's new KV is counted by its attention; decodes' by the QKV product.
         if assumed.decode_kv_written:
-            qkv = qkv._replace(hbm_bytes=qkv.hbm_bytes + work.decodes * kv_bytes(shape, precision))
-        chunk = chunk_attention(shape, machine, precision, assumed, techniques, work, fused[i].attention)
-        decode = decode_attention(shape, machine, precision, assumed, work)
-        elementwise = elementwise_cost(shape, machine, assumed, rows[i])
-        before = (elementwise, qkv) if assumed.elementwise_ops else (qkv,)
+            qkv = qkv._replace(hbm_bytes=qkv.hbm_bytes + work.decodes * setting.kv_bytes)
         layers.append(
-            LayerOperators(before, chunk, decode, (out, up, down), head if assumed.lm_head else none("LM head"))
+            LayerOperators(
+                (elementwise_cost(setting, rows[i]), qkv) if assumed.elementwise_ops else (qkv,),
+                chunk_attention(setting, work, fused[i].attention),
+                decode_attention(setting, work),
+                (out, up, down),
+                head if assumed.lm_head else none("LM head"),
+            )
         )
     return layers
 
@@ -273,7 +241,7 @@ class FusedActivations(NamedTuple):
     down: bool
 
 
-def fused_of(setting: OperatorSetting, shape: ModelShape, rows: int) -> FusedActivations:
+def fused_of(setting: OperatorSetting, rows: int) -> FusedActivations:
     """Return the operator fusion for so many rows.
 
     Without the mapper everything stays on chip, as in the paper's figures."""
@@ -282,18 +250,16 @@ def fused_of(setting: OperatorSetting, shape: ModelShape, rows: int) -> FusedAct
     if not setting.assumed.mapper:
         return FusedActivations(True, True, True, True, True)
     machine = setting.machine
-    qkv, out, up, down = (fusible(machine, gemm) for gemm in gemms(setting, shape, rows))
+    qkv, out, up, down = (fusible(machine, gemm) for gemm in gemms(setting, rows))
     # Queries and outputs of attention may take half of the operand buffer.
-    queries = rows * shape.q_width * setting.precision.activation_bytes
-    attention = 2 * queries <= machine.compute_bytes / 2
+    attention = 2 * rows * setting.query_bytes <= machine.compute_bytes / 2
     # Both the producer and the consumer of an activation must be able to keep it.
     return FusedActivations(down and qkv, qkv and attention, attention and out, out and up, up and down)
 
 
-def gemms(
-    setting: OperatorSetting, shape: ModelShape, rows: int, fused: FusedActivations | None = None
-) -> list[GemmShape]:
+def gemms(setting: OperatorSetting, rows: int, fused: FusedActivations | None = None) -> list[GemmShape]:
     """Return the four products of a layer: qkv, out, up, down."""
+    shape = setting.model
     w, a = setting.precision.weight_bytes, setting.precision.activation_bytes
     (qkv_k, qkv_n), (out_k, out_n), (up_k, up_n), (down_k, down_n) = shape.qkv, shape.out, shape.up, shape.down
     f = fused or FusedActivations(False, False, False, False, False)
@@ -306,17 +272,13 @@ def gemms(
 
 
 def products(
-    setting: OperatorSetting,
-    shape: ModelShape,
-    rows: Sequence[int],
-    heads: Sequence[int],
-    fused: Sequence[FusedActivations],
+    setting: OperatorSetting, rows: Sequence[int], heads: Sequence[int], fused: Sequence[FusedActivations]
 ) -> list[OpCost]:
     """Return the costs of each iteration's four products and its LM head, flat: five entries an iteration."""
-    w, a = setting.precision.weight_bytes, setting.precision.activation_bytes
+    shape, w, a = setting.shape, setting.precision.weight_bytes, setting.precision.activation_bytes
     wanted = []
     for m, h, f in zip(rows, heads, fused, strict=True):
-        wanted += gemms(setting, shape, m, f)
+        wanted += gemms(setting, m, f)
         # Rows that yield a token are few: they stay on chip, and the sampler takes their scores from there.
         wanted.append(GemmShape("LM head", max(h, 1), shape.vocab, shape.hidden, 1, w, a, True, True))
     if setting.assumed.mapper:
@@ -334,10 +296,10 @@ def constant(gemm: GemmShape, setting: OperatorSetting) -> OpCost:
     return OpCost(gemm.name, "array", 2.0 * gemm.m * gemm.n * gemm.k / rate, moved, fill)
 
 
-def elementwise_cost(shape: ModelShape, machine: MachineModel, assumed: AcceleratorAssumptions, rows: int) -> OpCost:
+def elementwise_cost(setting: OperatorSetting, rows: int) -> OpCost:
     """Return the vector unit's cost of norms, residuals, rotations and the activation in one layer."""
+    shape, machine = setting.shape, setting.machine
     # Two norms and two residuals of the hidden state, rotated queries and keys, the activation.
     elements = rows * (4 * shape.hidden + shape.rotary_width + shape.mlp)
-    return OpCost(
-        "elementwise", "vector", assumed.elementwise_ops * elements / (machine.vector_lanes * machine.clock_hz), 0.0
-    )
+    seconds = setting.assumed.elementwise_ops * elements / (machine.vector_lanes * machine.clock_hz)
+    return OpCost("elementwise", "vector", seconds, 0.0)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from headway.sim.report.plots import COLOURS, FAINT, INK, MARKERS, house_style, new_figure
+from headway.sim.report.page import ReportChart
+from headway.sim.report.plots import COLOURS, FAINT, house_style, new_figure, save
 from headway.sim.report.tables import tokens
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 BAR, WIDE_BAR = 16, 36
 """Columns of an operator's bar in a steady layer's timeline."""
@@ -141,18 +140,6 @@ def _limits(data: Mapping[str, Any]) -> str:
     )
 
 
-def validate_report(data: Mapping[str, Any]) -> RenderableType:
-    """The paper, ours, and the real model."""
-    table = _table("figure", "paper or pin", "ours", "error", "allowed", "", "real model", "over ours")
-    for pin in data["pins"]:
-        mark = "[green]holds[/green]" if pin["ok"] else "[red]MOVED[/red]"
-        table.add_row(
-            escape(pin["name"]), f"{pin['pinned']:g}", f"{pin['ours']:.4g}", f"{pin['error']:+.2%}",
-            f"±{pin['tolerance']:.1%}", mark, f"{pin['real']:.4g}", f"{pin['real_over_paper_preset']:.2f}×",
-        )  # fmt: skip
-    return table
-
-
 def _table(first: str, *others: str) -> Table:
     table = Table(title_justify="left")
     table.add_column(first)
@@ -172,7 +159,7 @@ def _n(value: Any, digits: int = 3) -> str:
 LANES = ("HBM", "vector", "array")
 
 
-def stage_figure(data: Mapping[str, Any]) -> Figure:
+def draw_stage(data: Mapping[str, Any], file: Path) -> None:
     """A steady layer packed, and packed with prefetch, on one scale: units, HBM (own traffic and KV ahead), buffer."""
     lines = data["timelines"]
     whole = max(slot["end_us"] for line in lines.values() for slot in line["slots"])
@@ -204,56 +191,43 @@ def stage_figure(data: Mapping[str, Any]) -> Figure:
         panels[2].set_ylabel("KV ahead, MiB")
         panels[2].set_xlabel("µs; grey: an operator's own HBM traffic, orange: KV fetched ahead")
         panels[2].set_xlim(0, whole * 1.01)
-    return figure
+    save(figure, file)
 
 
-def sweep_figure(data: Mapping[str, Any]) -> Figure:
-    """Iteration with prefetch over the first axis, a line for each value of the others; rings mark the Pareto front."""
+def sweep_charts(data: Mapping[str, Any]) -> list[ReportChart]:
+    """Iteration with prefetch over the first axis, a line for each value of the others, and the Pareto front."""
     first, *others = data["axes"]
-    lines: dict[str, list[Mapping[str, Any]]] = {}
-    for row in data["rows"]:
-        lines.setdefault(", ".join(f"{axis.split('.')[-1]} {row[axis]}" for axis in others), []).append(row)
-    names = [str(value) for value in dict.fromkeys(row[first] for row in data["rows"])]
     numeric = all(isinstance(row[first], int | float) for row in data["rows"])
-    with house_style():
-        figure = new_figure(height_in=4.0)
-        for axes, metric, label in zip(
-            figure.subplots(1, 2), ("prefetch_ms", "prefetch_overall_speedup"), ("ms", "over serial"), strict=True
-        ):
-            for index, (name, rows) in enumerate(lines.items()):
-                x = [row[first] if numeric else names.index(str(row[first])) for row in rows]
-                y = [row[metric] for row in rows]
-                colour = COLOURS[index % len(COLOURS)]
-                marker = MARKERS[index % len(MARKERS)]
-                axes.plot(x, y, label=name or None, color=colour, marker=marker, markersize=4, lw=1.6)
-                front = [(a, b) for a, b, row in zip(x, y, rows, strict=True) if row["pareto"]]
-                if front and metric == "prefetch_ms":
-                    axes.scatter(*zip(*front, strict=True), s=90, facecolors="none", edgecolors=INK, lw=1.0, zorder=3)
-            if not numeric:
-                axes.set_xticks(range(len(names)), names)
-            axes.set_xlabel(first)
-            axes.set_ylabel(label)
-            axes.set_title("iteration with prefetch" if metric == "prefetch_ms" else "overall speed-up", fontsize=11)
-        if len(lines) > 1:
-            axes.legend(fontsize=8)
-    return figure
+
+    def lines(metric: str) -> dict[str, list[tuple[Any, float]]]:
+        found: dict[str, list[tuple[Any, float]]] = {}
+        for row in data["rows"]:
+            name = ", ".join(f"{axis.split('.')[-1]} {row[axis]}" for axis in others)
+            point = row[first] if numeric else str(row[first]), row[metric]
+            found.setdefault(name or "all", []).append(point)
+            if row["pareto"] and metric == "prefetch_ms":
+                found.setdefault(f"{name} front".strip(), []).append(point)
+        return found
+
+    return [
+        ReportChart(title="iteration with prefetch", x=first, y="ms", lines=lines("prefetch_ms")),
+        ReportChart(title="overall speed-up", x=first, y="over serial", lines=lines("prefetch_overall_speedup")),
+    ]
 
 
-def capacity_figure(data: Mapping[str, Any]) -> Figure:
-    """The percentile of gaps and of delays over the rate; dashed: the limits."""
-    with house_style():
-        figure = new_figure(height_in=3.8)
-        for axes, key, scale, label in zip(
-            figure.subplots(1, 2), ("tbt_s", "delay_s"), (1e3, 1.0), ("gap, ms", "delay, s"), strict=True
-        ):
-            for index, (mode, found) in enumerate(data["modes"].items()):
-                x = [rate["qps"] for rate in found["tried"]]
-                y = [rate[key] * scale for rate in found["tried"]]
-                axes.plot(x, y, label=mode, color=COLOURS[index], marker=MARKERS[index], markersize=4, lw=1.6)
-            axes.axhline(data["limits"][key] * scale, color=FAINT, ls="--", lw=1.2)
-            axes.set_xlabel("requests a second")
-            axes.set_ylabel(f"P{data['limits']['percentile']:g} {label}")
-            if key == "delay_s":
-                axes.set_yscale("log")
-        axes.legend(fontsize=9)
-    return figure
+def capacity_charts(data: Mapping[str, Any]) -> list[ReportChart]:
+    """The percentile of gaps and of delays over the rate, and the limits."""
+    modes, limits = data["modes"], data["limits"]
+    tried = [rate["qps"] for found in modes.values() for rate in found["tried"]]
+
+    def lines(key: str, scale: float) -> dict[str, list[tuple[float, float]]]:
+        limit = [(at, limits[key] * scale) for at in (min(tried), max(tried))]
+        return {m: [(r["qps"], r[key] * scale) for r in found["tried"]] for m, found in modes.items()} | {
+            "limit": limit
+        }
+
+    title, x = f"P{limits['percentile']:g}", "requests a second"
+    return [
+        ReportChart(title=f"{title} of gaps", x=x, y="ms", lines=lines("tbt_s", 1e3)),
+        ReportChart(title=f"{title} of delays", x=x, y="s", lines=lines("delay_s", 1.0), log_y=True),
+    ]

@@ -9,21 +9,30 @@ look swapped: ShareGPT's outputs have 265.)
 paper mode: preset `paper`, KV for 128K tokens as the paper says. default mode: the real model, the KV that HBM holds
 beside its weights. What the paper leaves open (the cost of a chunk's history, admission of KV, which gaps count) is
 answered as the scheduler does it, and fitted to nothing: sizes do not come out, orderings do.
+
+Which gains are reachable at all (`sensitivity`): both case studies over what is left open. What a chunk pays for its
+history: 1 as computed, 2 as if each chunk attended to the whole prompt, 2.5 where the gain for arXiv comes out. How KV
+is admitted: 128K tokens in all ("configured to hold the KV-cache for one batch of 128K tokens"), or without a limit, as
+"the total KV-cache size can range from 10K to 128K tokens" may mean. Which gaps count towards the P99: all of them, or
+none (`saturated`, where delays alone limit). Llama-3.1-8B on arXiv in paper mode; 250 requests and a precision of 5%,
+coarser than the case studies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
+from headway.perf.latency.base import Seconds
 from headway.sim.report.page import ReportChart
 from headway.sim.workload import TraceRequest
 from headway.sim.workload.generate import LogNormalLengths, arrivals, preset, simple
 from headway_research.accelerator.serving import (
+    AcceleratorLatency,
     CapacityResult,
     ServiceLimits,
     at_rate,
@@ -36,13 +45,21 @@ from headway_research.accelerator.serving import (
 from headway_research.accelerator.stage import Mode as Schedule
 from headway_research.accelerator.stage_figures import setting, slo_s
 from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, RunOptions, SimulationCache, source
-from headway_research.verdicts import at_least, band, both, judge, order
+from headway_research.verdicts import at_least, band, both, judge, only, order
 
 MODELS, SETS = ("llama-3.1-8b", "llama-3.1-70b"), ("arxiv", "sharegpt")
 REQUESTS, QUICK_REQUESTS = 1000, 24
 KV_TOKENS = 128 * 1024
 MOST_TOKENS = 16_384
 TIGHT_S = 0.031
+SCHEDULES: tuple[Schedule, Schedule] = ("packing", "prefetch")
+OPEN_REQUESTS, HISTORY, ADMISSION = 250, (1.0, 2.0, 2.5), {"128K": KV_TOKENS, "any": 1 << 24}
+OPEN: dict[str, tuple[int, str, float, float]] = {
+    "case 3, chunks of 512 within the SLO": (512, "slo", 2.4, 2.16),
+    "case 4, chunks of 1024 within 31 ms": (1024, "tight", 3.0, 2.7),
+    "case 4, chunks of 1024 saturated": (1024, "none", 1.53, 1.38),
+}
+"""Figures that hang on what is open: (chunk, limit of gaps, the paper's gain, the least that counts as it)."""
 
 
 @cache
@@ -70,6 +87,22 @@ class CapacityTask:
     """TBT limit: slo (the paper's rule), tight (31 ms) or none."""
     match: float | None = None
     """Rate for which to search the bandwidth that packing alone needs, in place of a capacity; None: capacity."""
+    kv_tokens: int | None = None
+    """KV that is admitted; None: the mode's own."""
+    history: float = 1.0
+    """What a chunk's history costs, as a multiple of what is computed."""
+    ratio: float = 1.02
+    """Precision of the search."""
+
+
+class HistoryCost(AcceleratorLatency):
+    """An accelerator on which a chunk's history costs a multiple of what it does."""
+
+    times = 1.0
+
+    def chunk_s(self, past: int, first: int, last: int) -> Seconds:
+        """See AcceleratorLatency."""
+        return super().chunk_s(round(past * self.times), first, last)
 
 
 Capacity = CapacityResult | float | None
@@ -84,7 +117,7 @@ def solve(point: tuple[CapacityTask, int, int]) -> Capacity:
     at = setting(task.mode, task.model)
     limit_s = {"slo": slo_s(task.mode, task.model), "tight": TIGHT_S, "none": None}[task.limit]
     limits = ServiceLimits(tbt_s=limit_s)
-    kv_tokens = KV_TOKENS if task.mode == "paper" else kv_capacity(at)
+    kv_tokens = task.kv_tokens or (KV_TOKENS if task.mode == "paper" else kv_capacity(at))
     drawn = requests(task.data, count, seed)
 
     def draw(qps: float) -> list[TraceRequest]:
@@ -93,14 +126,19 @@ def solve(point: tuple[CapacityTask, int, int]) -> Capacity:
     config = sarathi(task.chunk)
     if task.match is not None:
         return bandwidth_to_match(at, config, kv_tokens, draw, limits, task.match)
-    return capacity(instance(at, task.schedule, config, kv_tokens), draw, limits)
+    spec = instance(at, task.schedule, config, kv_tokens)
+    if task.history != 1.0:
+        latency = HistoryCost(at, task.schedule)
+        latency.times = task.history
+        spec = replace(spec, latency=latency)
+    return capacity(spec, draw, limits, ratio=task.ratio)
 
 
 class CapacityStudy:
     """Cache of capacity searches, computed in parallel over tasks and seeds."""
 
-    def __init__(self, options: RunOptions) -> None:
-        self.count = QUICK_REQUESTS if options.quick else REQUESTS
+    def __init__(self, options: RunOptions, requests: int = REQUESTS) -> None:
+        self.count = QUICK_REQUESTS if options.quick else requests
         self.seeds = options.seeds or (0,)
         self._options = options
 
@@ -117,11 +155,11 @@ class CapacityStudy:
         """Return the capacity in requests a second, averaged over seeds."""
         return float(np.mean([answer.qps for answer in self.answers(task)]))
 
-    def gain(self, mode: Mode, model: str, data: str, chunk: int = 512, limit: str = "slo") -> float | None:
-        """Return the ratio of prefetch's capacity to packing's; None where packing serves no request within limits."""
-        packing, prefetch = (
-            self.qps(CapacityTask(mode, model, data, schedule, chunk, limit)) for schedule in ("packing", "prefetch")
-        )
+    def gain(self, mode: Mode, model: str, data: str, **more: Any) -> float | None:
+        """Return the ratio of prefetch's capacity to packing's; None where packing serves no request within limits.
+
+        more: other fields of the tasks."""
+        packing, prefetch = (self.qps(CapacityTask(mode, model, data, schedule, **more)) for schedule in SCHEDULES)
         return prefetch / packing if packing else None
 
 
@@ -130,8 +168,7 @@ class CapacitySearch:
 
     def __init__(self, options: RunOptions) -> None:
         self.study = CapacityStudy(options)
-        schedules: tuple[Schedule, Schedule] = ("packing", "prefetch")
-        self.study.ensure([CapacityTask(m, n, d, s) for m in MODES for n in MODELS for d in SETS for s in schedules])
+        self.study.ensure([CapacityTask(m, n, d, s) for m in MODES for n in MODELS for d in SETS for s in SCHEDULES])
         best = {m: self.study.qps(CapacityTask(m, MODELS[0], "arxiv", "prefetch")) for m in MODES}
         self._match = {m: CapacityTask(m, MODELS[0], "arxiv", "packing", match=best[m]) for m in MODES if best[m]}
         self.study.ensure(list(self._match.values()))
@@ -169,7 +206,7 @@ def case3(options: RunOptions) -> ExperimentReport:
             lines={
                 f"{data}, {schedule}": _gaps_by_rate(runs.study, CapacityTask("paper", name, data, schedule))
                 for data in SETS
-                for schedule in ("packing", "prefetch")
+                for schedule in SCHEDULES
             },
         )
         for name in MODELS
@@ -233,7 +270,7 @@ def case4(options: RunOptions) -> ExperimentReport:
     runs = CapacityStudy(options)
     runs.ensure([
         CapacityTask(m, MODELS[0], "arxiv", s, chunk, limit)
-        for m in MODES for s in ("packing", "prefetch")
+        for m in MODES for s in SCHEDULES
         for chunk, limit in ((512, "none"), (1024, "none"), (1024, "tight"))
     ] + [CapacityTask(m, MODELS[1], "arxiv", "prefetch", 1024, "none") for m in MODES])  # fmt: skip
 
@@ -241,7 +278,7 @@ def case4(options: RunOptions) -> ExperimentReport:
         return runs.qps(CapacityTask(mode, MODELS[0], "arxiv", "prefetch", chunk, "none"))
 
     def gain(mode: Mode, chunk: int, limit: str = "none") -> float | None:
-        return runs.gain(mode, MODELS[0], "arxiv", chunk, limit)
+        return runs.gain(mode, MODELS[0], "arxiv", chunk=chunk, limit=limit)
 
     rows = [
         judge("Saturated gain, chunks of 1024, 8B arXiv", 1.53, band(1.38, 1.68), both(lambda m: gain(m, 1024))),
@@ -269,12 +306,48 @@ def case4(options: RunOptions) -> ExperimentReport:
                     runs, CapacityTask(mode, MODELS[0], "arxiv", schedule, chunk, "none")
                 )
                 for chunk in (512, 1024)
-                for schedule in ("packing", "prefetch")
+                for schedule in SCHEDULES
             },
         )
         for mode in MODES
     ]
     return _report(runs, rows, panels)
+
+
+def sensitivity(options: RunOptions) -> ExperimentReport:
+    """Show the gains of case studies 3 and 4 over what the paper leaves open."""
+    runs = CapacityStudy(options, OPEN_REQUESTS)
+    figures = list(OPEN)[:1] if options.quick else list(OPEN)
+    grid = [(h, kv) for h in (HISTORY[::2] if options.quick else HISTORY) for kv in ADMISSION]
+
+    def task(figure: str, history: float, kv: str) -> dict[str, Any]:
+        chunk, limit, *_ = OPEN[figure]
+        return {"chunk": chunk, "limit": limit, "kv_tokens": ADMISSION[kv], "history": history, "ratio": 1.05}
+
+    runs.ensure([
+        CapacityTask("paper", MODELS[0], "arxiv", s, **task(f, h, kv)) for f in figures for h, kv in grid
+        for s in SCHEDULES
+    ])  # fmt: skip
+    gains = {f: {(h, kv): runs.gain("paper", MODELS[0], "arxiv", **task(f, h, kv)) for h, kv in grid} for f in figures}
+
+    def row(figure: str) -> ClaimRow:
+        _, _, paper, least = OPEN[figure]
+        reached = order(f"{least:g} or more is reached", lambda found: bool(found) and max(found.values()) >= least)
+        found = {f"history ×{h:g}, KV {kv}": gain for (h, kv), gain in gains[figure].items() if gain is not None}
+        return judge(f"8B arXiv, {figure}: gain over what is not said", paper, reached, only("paper", found))
+
+    lines = {
+        f"{figure}, KV {kv}": [(h, gain or 0.0) for (h, at), gain in gains[figure].items() if at == kv]
+        for figure in figures
+        for kv in ADMISSION
+    }
+    panel = ReportChart(title="Gain of prefetching, 8B arXiv", x="cost of history", y="times", lines=lines)
+    origin = source(
+        "the accelerator's timeline, the cost of a chunk's history multiplied",
+        f"Llama-3.1-8B, arXiv, {runs.count} requests, Poisson, Sarathi's policy; P99 of delays in 1 s",
+        runs.seeds,
+    )
+    return ExperimentReport(source=origin, rows=tuple(map(row, figures)), panels=(panel,))
 
 
 def _report(runs: CapacityStudy, rows: Sequence[Any], panels: Sequence[ReportChart]) -> ExperimentReport:

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware import ModelShape
 from headway.perf.latency.base import MAX_CHUNK, BatchLoad, CoupledLatency, Seconds, load_s
 from headway.perf.utilisation import UtilisationBase
 from headway.policy.iteration.config import ChunkingRule, SchedulerConfig
@@ -29,19 +28,17 @@ from headway.sim import InstanceSpec, RunSpec, simulate
 from headway.sim.metrics import RequestRecord
 from headway.sim.result import SimResult
 from headway.sim.workload import TraceRequest
-from headway_research.accelerator.machine import IterationWork, MachineModel
+from headway_research.accelerator.machine import IterationWork
 from headway_research.accelerator.operators import (
     ChunkNumbers,
     OperatorSetting,
-    array_seconds,
+    attending_unit,
     chunk_numbers,
     elementwise_cost,
     fused_of,
-    kv_bytes,
     own_cycles,
     products,
     tiles,
-    vector_seconds,
 )
 from headway_research.accelerator.stage import Mode, simulate_stage
 
@@ -61,13 +58,13 @@ class AcceleratorLatency(CoupledLatency):
             raise ConfigError("mode must be packing or prefetch: a scheduler always packs")
         shape, machine, _, assumed, _ = setting
         self.setting, self.mode = setting, mode
-        self._model = setting.model
         self._layers = shape.layers
         self._bandwidth = machine.bandwidth
         buffer = float(machine.prefetch_bytes) if mode == "prefetch" else 0.0
         self._most_ahead = max(buffer, float(assumed.ahead_bytes))
-        self._kv_bytes = kv_bytes(shape, setting.precision)
-        self._kv_s = _decode_s_per_token(setting)
+        self._kv_bytes = setting.kv_bytes
+        # From a long context, where all tiles but the last are full.
+        self._kv_s = attending_unit(setting, 1 << 20)[1] / (1 << 20)
         self._decode_rows = assumed.decode_rows
         self._written = self._kv_bytes if assumed.decode_kv_written else 0.0
         self._in_attention, self._cold = assumed.prefetch_in_attention, not assumed.across_iterations
@@ -101,7 +98,7 @@ class AcceleratorLatency(CoupledLatency):
     def _one_s(self, past: int, tokens: int) -> float:
         """Return `chunk_s` of one size from the lines of `_lines`, in about a microsecond."""
         own_s, by_unit_s, softmax_s, softmax_by_past, moved, by_past, most_fill = self._one[tokens]
-        units = tiles(self._model, self.setting.machine, past) if self.setting.assumed.mapper else past
+        units = tiles(self.setting, past) if self.setting.assumed.mapper else past
         moved += by_past * past
         fill = min(moved, most_fill)
         busy_s = max(own_s + by_unit_s * units, softmax_s + softmax_by_past * past)
@@ -156,14 +153,13 @@ class AcceleratorLatency(CoupledLatency):
     # -- tables -----------------------------------------------------------------------------------------------------
 
     def _tabulate(self) -> None:
-        setting, bandwidth = self.setting, self._bandwidth
-        shape, machine, assumed = self._model, setting.machine, setting.assumed
-        fused = [fused_of(setting, shape, rows) for rows in KNOTS]
-        costs = products(setting, shape, KNOTS, [1] * len(KNOTS), fused)
+        setting, bandwidth, assumed = self.setting, self._bandwidth, self.setting.assumed
+        fused = [fused_of(setting, rows) for rows in KNOTS]
+        costs = products(setting, KNOTS, [1] * len(KNOTS), fused)
         seconds, idle, own_idle = [], [], []
         for i, rows in enumerate(KNOTS):
             qkv, *after = costs[5 * i : 5 * i + 4]
-            before = [qkv] + ([elementwise_cost(shape, machine, assumed, rows)] if assumed.elementwise_ops else [])
+            before = [qkv] + ([elementwise_cost(setting, rows)] if assumed.elementwise_ops else [])
             seconds.append(sum(op.seconds(bandwidth) for op in (*before, *after)))
             own_idle.append(sum(op.idle_bytes(bandwidth) for op in before))
             idle.append(own_idle[-1] + sum(op.idle_bytes(bandwidth) for op in after))
@@ -175,7 +171,7 @@ class AcceleratorLatency(CoupledLatency):
         self._products_s, self._idle, self._own_idle = lists
         self._most = len(self._products_s)
         self._tokens = np.arange(MAX_CHUNK + 1, dtype=np.float64)
-        self._own = _own_table(shape, machine, assumed.causal) if assumed.mapper else np.zeros(MAX_CHUNK + 1)
+        self._own = _own_table(setting) if assumed.mapper else np.zeros(MAX_CHUNK + 1)
         # Chunks whose queries stay on chip: all up to the largest knot at which they fit.
         kept = [f.attention for f in fused]
         upto = max((rows for rows, keeps in zip(KNOTS, kept, strict=True) if keeps), default=0)
@@ -193,7 +189,7 @@ class AcceleratorLatency(CoupledLatency):
         if not setting.techniques.flash_attention:
             return []
         far = 1 << 20
-        units = tiles(self._model, setting.machine, far) if setting.assumed.mapper else far
+        units = tiles(setting, far) if setting.assumed.mapper else far
         over = self._numbers(self._tokens, far, self._own, self._chunk_fused)
         double = setting.techniques.double_buffering
         columns = (
@@ -209,23 +205,13 @@ class AcceleratorLatency(CoupledLatency):
         return [(0.0,) * 7, *list(zip(*lists, strict=True))[1:]]
 
     def _numbers(self, tokens: Any, past: int, own: Any, fused: Any) -> ChunkNumbers:
-        s = self.setting
-        return chunk_numbers(self._model, s.machine, s.precision, s.assumed, s.techniques, tokens, past, own, fused)
-
-
-def _decode_s_per_token(setting: OperatorSetting) -> float:
-    """Return the seconds of decode attention per KV token and layer, on the assumed unit."""
-    # From a long context, where all tiles but the last are full.
-    shape, machine, _, assumed, _ = setting
-    many = 1 << 20
-    vector_s, array_s = (f(shape, machine, assumed, many) / many for f in (vector_seconds, array_seconds))
-    return {"vector": vector_s, "array": array_s, "fastest": min(vector_s, array_s)}[assumed.decode_attention]
+        return chunk_numbers(self.setting, tokens, past, own, fused)
 
 
 @cache
-def _own_table(shape: ModelShape, machine: MachineModel, causal: bool) -> Seconds:
+def _own_table(setting: OperatorSetting) -> Seconds:
     """Return `own_cycles` of every chunk up to MAX_CHUNK."""
-    return np.array([0.0] + [own_cycles(shape, machine, tokens, causal) for tokens in range(1, MAX_CHUNK + 1)])
+    return np.array([0.0] + [own_cycles(setting, tokens) for tokens in range(1, MAX_CHUNK + 1)])
 
 
 STEP = 1.2
@@ -286,7 +272,7 @@ def sarathi(chunk: int, most: int = 128) -> SchedulerConfig:
 def kv_capacity(setting: OperatorSetting) -> int:
     """Return the KV tokens that fit HBM besides the weights. Raises ConfigError where the weights do not fit."""
     report = simulate_stage(setting, IterationWork(prefill_tokens=1))
-    per_token = setting.shape.layers * kv_bytes(setting.shape, setting.precision)
+    per_token = setting.shape.layers * setting.kv_bytes
     left = setting.machine.capacity - (report.memory_bytes - per_token)
     if left < per_token:
         raise ConfigError(

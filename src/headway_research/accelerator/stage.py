@@ -15,7 +15,7 @@ import msgspec
 
 from headway_research.accelerator.machine import IterationWork
 from headway_research.accelerator.mapping import OpCost
-from headway_research.accelerator.operators import LayerOperators, OperatorSetting, kv_bytes, layers_of
+from headway_research.accelerator.operators import LayerOperators, OperatorSetting, layers_of
 
 Mode = Literal["serial", "packing", "prefetch"]
 MODES: tuple[Mode, Mode, Mode] = ("serial", "packing", "prefetch")
@@ -194,7 +194,7 @@ class StageReport(NamedTuple):
         )
         weights = (shape.layers * shape.layer_parameters + head) * precision.weight_bytes
         tokens = self.work.kv_tokens + self.work.prefill_tokens + self.work.prefill_past
-        return weights + tokens * shape.layers * kv_bytes(shape, precision)
+        return weights + tokens * shape.layers * self.setting.kv_bytes
 
 
 def evaluate(setting: OperatorSetting, work: IterationWork) -> StageReport:
