@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from tests.helpers.scheduler_simulation import World
+from tests.scheduling.scheduler_world import World
 
 from headway.core.batch import Batch, Chunk, RequestProgress
 from headway.core.request import RequestEvent, Span
@@ -164,6 +164,7 @@ class PolicyBesideScheduler:
 
 def beside(world: World) -> PolicyBesideScheduler:
     """A world whose scheduler has a policy beside it."""
-    latency = CorrectedLatency(world.truth) if world.learns else world.truth
-    world.scheduler = PolicyBesideScheduler(world.scheduler, latency)  # type: ignore[assignment]
-    return world.scheduler
+    latency = CorrectedLatency(world.latency) if world.learns else world.latency
+    assert isinstance(world.scheduler, Scheduler)
+    world.scheduler = policy = PolicyBesideScheduler(world.scheduler, latency)  # type: ignore[assignment]
+    return policy

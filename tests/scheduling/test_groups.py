@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.marks import quick_first
 from tests.helpers.present import present
-from tests.helpers.random_worlds import random_world
 from tests.helpers.unit_latency import Linear, small_machine
-from tests.scheduling.grouped_world import GroupedWorld, grouped_world
+from tests.scheduling.scheduler_world import World, grouped_world, random_world
 
 from headway.core.batch import RequestProgress
 from headway.core.errors import ConfigError, RequestError
@@ -29,7 +28,7 @@ from headway.policy.iteration.scheduler import Scheduler
 from headway.policy.iteration.state import connected, limit_of, shard_tokens
 
 
-def run(seed: int) -> GroupedWorld:
+def run(seed: int) -> World:
     try:
         return grouped_world(seed).run()
     except Exception as error:
@@ -67,12 +66,8 @@ def test_the_same_seed_gives_the_same_batches_and_events_byte_for_byte(seed: int
 
 @pytest.mark.parametrize("seed", range(0, 60, 2))
 def test_one_group_decides_as_a_plain_scheduler(seed: int) -> None:
-    one, two = random_world(seed), random_world(seed)
+    one, two = random_world(seed), random_world(seed, grouped=True)
     one.ahead = two.ahead = 1
-    block_manager = BlockManager(two.pool_tokens, two.scheduler.block_manager.block_tokens)
-    grouped = GroupedScheduler(two.config, two.model, [block_manager])
-    grouped.block_manager, grouped.policy = block_manager, grouped.groups[0].policy  # type: ignore[attr-defined]
-    two.scheduler = grouped  # type: ignore[assignment]
     assert one.run().log == two.run().log
 
 

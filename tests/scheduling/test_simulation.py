@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import pytest
 from tests.helpers.marks import quick_first
-from tests.helpers.random_worlds import background_world, random_world
-from tests.helpers.scheduler_simulation import World
 from tests.scheduling.policy_alone import PolicyBesideScheduler, beside
+from tests.scheduling.scheduler_world import World, random_world
 
 
 def run(seed: int, background: bool = False) -> tuple[World, PolicyBesideScheduler]:
     """Run a world, and a policy alone beside its scheduler, of which nothing is left."""
-    world = background_world(seed) if background else random_world(seed)
+    world = random_world(seed, background=background)
     policy = beside(world)
     try:
         world.run()

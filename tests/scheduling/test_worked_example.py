@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from tests.helpers.scheduler_simulation import World
 from tests.helpers.unit_latency import Linear
+from tests.scheduling.scheduler_world import World
 
 from headway.core.request import Request, Slo
 from headway.policy.iteration.config import SchedulerConfig
