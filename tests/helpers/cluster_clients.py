@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from array import array
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 
-from tests.helpers.fake_instances import FakeCluster
+from tests.helpers.cluster_worlds import PerToken
+from tests.helpers.fake_instances import FakeCluster, FakeProcess
 from tests.helpers.virtual_time import loop_time, pause
 
 from headway.core.errors import RequestError
 from headway.core.request import SamplingParams
 from headway.perf.hardware import NetworkLink, model
-from headway.perf.latency.groups import GroupShape
 from headway.policy.placement.contract import ClusterLinks, Role, longest_request
 from headway.policy.placement.registry import PolicyContext, make_placement
 from headway.runtime.cluster.client import ClusterClient
@@ -26,18 +26,7 @@ from headway.runtime.engine.protocol import EngineInfo, SubmitRequest
 SHAPE = model("llama-3-8b")
 HOST = NetworkLink(name="host", bytes_per_s=1e9, latency_s=0.0, source="test")
 CONFIG = EngineConfig(model="fake", max_restarts=20)
-
-
-class PerToken:
-    """A hundredth of a millisecond a token, over the group."""
-
-    source = "test"
-
-    def prefill_s(self, past: int, tokens: int, group: GroupShape) -> float:
-        return 1e-3 + tokens * 1e-5 / group.sp
-
-    def solve_tokens(self, past: int, budget_s: float, group: GroupShape) -> int:
-        return max(0, int((budget_s - 1e-3) * 1e5 * group.sp))
+LATENCY = PerToken(token_s=1e-5, fixed_s=1e-3)
 
 
 def router(
@@ -48,10 +37,10 @@ def router(
     in_place: bool = False,
 ) -> ClusterClient:
     def rules(infos: Sequence[EngineInfo]) -> ClusterRules:
-        around = PolicyContext(latency=PerToken(), shape=SHAPE, copies_prefixes=False)
+        around = PolicyContext(latency=LATENCY, shape=SHAPE, copies_prefixes=False)
         return ClusterRules(
             policy=lambda: make_placement(placement, around, options or {}),
-            latency=PerToken(),
+            latency=LATENCY,
             shape=SHAPE,
             longest=partial(longest_request, placement, options or {}, False),
             rows=32,
@@ -86,6 +75,28 @@ async def running(
     finally:
         await client.close()
     assert not fake.complaints, fake.complaints[:3]
+
+
+@contextlib.asynccontextmanager
+async def beating(
+    fake: FakeCluster, computed: int = 0, dumb: Callable[[FakeProcess], bool] = lambda process: False
+) -> AsyncGenerator[None, None]:
+    """Every living instance but those that are `dumb` says a snapshot ten times a second. computed: tokens that it
+    has computed since the one before."""
+
+    async def beat() -> None:
+        while True:
+            for process in list(fake.processes.values()):
+                if process.alive and not dumb(process):
+                    process.counted += computed
+                    process.beat()
+            await pause(0.1)
+
+    beats = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        beats.cancel()
 
 
 async def all_quiet(client: ClusterClient, fake: FakeCluster) -> None:

@@ -25,15 +25,18 @@ LINK = NetworkLink(name="test", bytes_per_s=1e9, latency_s=0.0, source="test", e
 
 
 class PerToken:
-    """`GroupLatency`: a millisecond a token, divided by the group's size."""
+    """`GroupLatency`: a millisecond a token, or another time, divided by the group's size, and a fixed time."""
 
     source = "test"
 
+    def __init__(self, token_s: float = 1e-3, fixed_s: float = 0.0) -> None:
+        self.token_s, self.fixed_s = token_s, fixed_s
+
     def prefill_s(self, past: int, tokens: int, group: GroupShape) -> float:
-        return tokens * 1e-3 / group.sp
+        return self.fixed_s + tokens * self.token_s / group.sp
 
     def solve_tokens(self, past: int, budget_s: float, group: GroupShape) -> int:
-        return int(budget_s * 1e3 * group.sp)
+        return max(0, int((budget_s - self.fixed_s) / self.token_s * group.sp))
 
 
 def cluster(

@@ -14,7 +14,6 @@ from headway.core.errors import ConfigError, OverloadedError, RequestError, Unav
 from headway.core.request import Slo, cut
 from headway.runtime.cluster.instances import MOST_RUNS_LOST, InstanceLoad
 from headway.runtime.engine.protocol import (
-    AbortRequest,
     ComputeSpan,
     EngineStats,
     MeetPeers,
@@ -307,16 +306,6 @@ async def test_a_policy_that_fails_takes_neither_router_nor_instances_with_it(mo
         with pytest.raises(UnavailableError, match="lost 16 times"):
             await ask(client, "b", prompt(0, 50), 100)
         assert client.state == "ready"
-
-
-async def test_an_abort_is_sent_where_the_request_is() -> None:
-    fake = FakeCluster(run_s=1.0)
-    async with running(fake, ("mixed", "mixed"), "jsq") as client:
-        gone = asyncio.create_task(ask(client, "gone", prompt(0, 30)))
-        await eventually(lambda: fake.said(SubmitRequest))
-        gone.cancel()
-        await eventually(lambda: fake.said(AbortRequest))
-        assert [(n, m.id) for n, m in fake.log if isinstance(m, AbortRequest)] == [(0, "gone#1")]
 
 
 def test_prefill_progress_is_spread_over_the_waiting_prompts() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers import virtual_time
-from tests.helpers.cluster_clients import ask, prompt, running
+from tests.helpers.cluster_clients import ask, beating, prompt, running
 from tests.helpers.fake_instances import FakeCluster, answer
 
 from headway.control.kv import KvClaim, deadlocked, gives_way
@@ -205,18 +205,9 @@ def crossing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("count", [2, 6])
 async def test_of_deadlocked_requests_the_youngest_restarts(crossing: None, count: int) -> None:
     fake = FakeCluster(run_s=0.01, kv_tokens=100, full=True)
-    async with running(fake, ("mixed", "mixed"), "tetris") as client:
-
-        async def beat() -> None:
-            while True:
-                for process in fake.processes.values():
-                    process.beat()
-                await virtual_time.pause(0.1)
-
-        beats = asyncio.create_task(beat())
+    async with running(fake, ("mixed", "mixed"), "tetris") as client, beating(fake):
         prompts = {f"{'ab'[i % 2]}{i}": prompt(i, 60) for i in range(count)}
         found = await asyncio.wait_for(asyncio.gather(*(ask(client, name, ids) for name, ids in prompts.items())), 20.0)
-        beats.cancel()
         assert found == [answer(ids, 4) for ids in prompts.values()]
         asked = {message.id for message in fake.said(ReserveKv)}
         assert "a0#1" in asked
@@ -226,19 +217,9 @@ async def test_of_deadlocked_requests_the_youngest_restarts(crossing: None, coun
 
 async def test_a_request_behind_a_long_decode_is_not_deadlocked(crossing: None) -> None:
     fake = FakeCluster(run_s=0.01, token_s=0.6, kv_tokens=130, full=True)
-    async with running(fake, ("mixed", "mixed"), "tetris") as client:
-
-        async def beat() -> None:
-            while True:
-                for process in fake.processes.values():
-                    process.counted += 1  # it computes
-                    process.beat()
-                await virtual_time.pause(0.1)
-
-        beats = asyncio.create_task(beat())
+    async with running(fake, ("mixed", "mixed"), "tetris") as client, beating(fake, computed=1):
         first = asyncio.create_task(ask(client, "a0", prompt(0, 70), 16))
         await virtual_time.pause(2.0)
         assert await ask(client, "a1", prompt(1, 70), 3) == answer(prompt(1, 70), 3)
         assert await first == answer(prompt(0, 70), 16)
-        beats.cancel()
         assert {message.id for message in fake.said(ReserveKv)} == {"a0#1", "a1#1"}

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.decode_world import RecordingInstances
 
 from headway.control.entries import ControlledRequest, SpanEntry
 from headway.control.kv import PATIENCE_S, KvAdmission
 from headway.core.request import Request, Span
-from headway.runtime.cluster.requests import InstanceRegistry
 
 POOL = 1000
 
@@ -19,11 +16,8 @@ POOL = 1000
 class World:
     def __init__(self, count: int = 2) -> None:
         self.now = 0.0
-        self.stats = [SimpleNamespace(kv_tokens_used=0) for _ in range(count)]
-        info = SimpleNamespace(kv_tokens_total=POOL)
-        registry = InstanceRegistry(
-            cast(Any, SimpleNamespace(number=i, info=info, stats=stats)) for i, stats in enumerate(self.stats)
-        )
+        registry = RecordingInstances(*[POOL] * count)
+        self.stats = [each.stats for each in registry]
         self.rooms = KvAdmission(registry.kv, lambda: self.now)
 
     def spans(self, name: str, tokens: int, *groups: tuple[int, ...]) -> list[SpanEntry]:

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import cast
 
 import msgspec
-from tests.helpers.cluster_clients import SHAPE, PerToken
+from tests.helpers.cluster_clients import SHAPE
+from tests.helpers.cluster_worlds import PerToken
 from tests.helpers.fake_engine import INFO
 
 from headway.core.request import Request, Span
@@ -15,14 +16,6 @@ from headway.runtime.cluster.instances import LiveInstance
 from headway.runtime.cluster.native_backend import LiveBackend
 from headway.runtime.cluster.requests import InstanceRegistry
 from headway.runtime.engine.protocol import EngineInfo
-
-
-class _Slower(PerToken):
-    def __init__(self, times: float) -> None:
-        self._times = times
-
-    def prefill_s(self, past: int, tokens: int, group: GroupShape) -> float:
-        return self._times * super().prefill_s(past, tokens, group)
 
 
 def _instance(number: int, info: EngineInfo) -> LiveInstance:
@@ -36,7 +29,7 @@ def test_each_instance_is_predicted_by_its_own_current_table() -> None:
 
     def latency_of(info: EngineInfo | None) -> GroupLatency:
         asked.append(info)
-        return PerToken() if info is None or info.latency is None else _Slower(info.latency["times"])
+        return PerToken() if info is None or info.latency is None else PerToken(info.latency["times"] * 1e-3)
 
     backend = LiveBackend(registry, latency_of, SHAPE, False, 0, lambda: 0.0)
     request = Request(id="r", arrival_s=0.0, prompt_tokens=1000, max_output_tokens=1)

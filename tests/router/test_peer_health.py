@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers import virtual_time
-from tests.helpers.cluster_clients import ask, prompt, running
+from tests.helpers.cluster_clients import ask, beating, prompt, running
 from tests.helpers.fake_instances import FakeCluster, FakeProcess, answer
 
+from headway.runtime.cluster.client import ClusterClient
 from headway.runtime.cluster.membership import LOSSES, PeerHealth, PeerVerdict
-from headway.runtime.engine.protocol import ComputeSpan, IterationOutputs, SpanTaskLost, SubmitRequest
+from headway.runtime.engine.protocol import ComputeSpan, SpanTaskLost, SubmitRequest
 
 SECOND = 1.0
 
@@ -93,6 +94,16 @@ def test_restarts_follow_losses_and_are_final_after_both_were_tried(
                 ending.add(verdict.number)
 
 
+async def twenty(client: ClusterClient, turn: int) -> None:
+    """Requests a quarter of a second after each other, all answered."""
+
+    async def one(number: int) -> None:
+        await virtual_time.pause(0.25 * (number % 20))
+        assert await ask(client, f"r{number}", prompt(number, 60)) == answer(prompt(number, 60), 4)
+
+    await asyncio.gather(*(one(20 * turn + number) for number in range(20)))
+
+
 @pytest.mark.parametrize(
     ("placement", "options", "roles"),
     [
@@ -106,14 +117,9 @@ async def test_two_instances_that_cannot_reach_each_other_cost_no_request(
 ) -> None:
     fake = FakeCluster(run_s=0.005, apart=lambda one, other: {one.number, other.number} == {0, 1})
     async with running(fake, roles, placement, options) as client:
-
-        async def one(number: int) -> None:
-            await virtual_time.pause(0.25 * (number % 20))
-            assert await ask(client, f"r{number}", prompt(number, 60)) == answer(prompt(number, 60), 4)
-
         ends = client.report().instances[:2]
         for turn in range(20):
-            await asyncio.gather(*(one(20 * turn + number) for number in range(20)))
+            await twenty(client, turn)
             ends = client.report().instances[:2]
             if any(instance.state == "failed" for instance in ends):
                 break
@@ -136,13 +142,8 @@ async def test_an_instance_whose_spans_fail_is_restarted_and_serves_again(monkey
     fake = FakeCluster(run_s=0.005)
     async with running(fake, ("mixed",) * 4, "fixed-sp", {"sp": 2}) as client:
         monkeypatch.setattr(FakeProcess, "_compute", fails)
-
-        async def one(number: int) -> None:
-            await virtual_time.pause(0.25 * (number % 20))
-            assert await ask(client, f"r{number}", prompt(number, 60)) == answer(prompt(number, 60), 4)
-
         for turn in range(20):
-            await asyncio.gather(*(one(20 * turn + number) for number in range(20)))
+            await twenty(client, turn)
             if client.report().instances[1].restarts_total:
                 break
         assert [instance.restarts_total for instance in client.report().instances] == [0, 1, 0, 0]
@@ -156,18 +157,9 @@ async def test_a_silent_instance_is_restarted(monkeypatch: pytest.MonkeyPatch) -
             whole(process, submit, ids)
 
     fake = FakeCluster(run_s=0.01)
-    async with running(fake, ("mixed",) * 2, "jsq") as client:
-
-        async def beat() -> None:
-            while True:
-                for process in list(fake.processes.values()):
-                    if process.serial or process.number:
-                        process._say(IterationOutputs(deltas=(), stats=process.stats()))
-                await virtual_time.pause(0.1)
-
+    silent = beating(fake, dumb=lambda process: not process.serial and not process.number)
+    async with running(fake, ("mixed",) * 2, "jsq") as client, silent:
         monkeypatch.setattr(FakeProcess, "_submit", stuck)
-        beats = asyncio.create_task(beat())
         asks = [asyncio.create_task(ask(client, f"r{number}", prompt(number, 60))) for number in range(6)]
         assert await asyncio.gather(*asks) == [answer(prompt(number, 60), 4) for number in range(6)]
         assert [instance.restarts_total for instance in client.report().instances] == [1, 0]
-        beats.cancel()

@@ -234,8 +234,8 @@ async def go(seeds: range, beside: int = 32) -> dict[str, int]:
     return total
 
 
-SEEDS = 60
-LONG = 60
+SEEDS = 120
+LONG = 30
 """Times as many."""
 
 
