@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from tests.helpers.cluster_worlds import LINK
 from tests.helpers.controller_audit import check
-from tests.helpers.controller_chaos import LAYERS, LINK, QuietBackend
+from tests.helpers.controller_chaos import LAYERS, QuietBackend
 from tests.helpers.told_policy import Told
 
 from headway.control.controller import ClusterController

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import msgspec
+from tests.helpers.cluster_worlds import LINK
 from tests.helpers.controller_audit import check
 
 from headway.control.backend import ActionImpossible, InstanceBackend, SchedulerStats
@@ -16,7 +17,6 @@ from headway.control.controller import ClusterController
 from headway.control.entries import ControlledRequest, KvSlice, SpanEntry
 from headway.core.errors import RequestError
 from headway.core.request import Phase, Request, Span
-from headway.perf.hardware import NetworkLink
 from headway.policy.placement.contract import (
     Action,
     ActionRefused,
@@ -44,7 +44,6 @@ from headway.policy.placement.contract import (
     WakeupDue,
 )
 
-LINK = NetworkLink(name="test", bytes_per_s=1e9, latency_s=0.0, source="test", efficiency=1.0)
 LAYERS = 8
 
 

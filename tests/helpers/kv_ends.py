@@ -36,15 +36,18 @@ class End:
         folder: Path,
         heads: range = range(2),
         connector: str = "peers",
+        kv_heads: int = KV_HEADS,
+        ranks: int = 1,
     ) -> None:
-        """connector: `peers`, `nixl`, or `socket`: without memory that another end reads."""
+        """connector: `peers`, `nixl`, or `socket`: without memory that another end reads. ranks: of its instance, over
+        which the model's `kv_heads` are cut."""
         self.number, self.heads = number, heads
         self.peers = PeerNetwork(number, 0, f"unix:{folder / f'{number}'}")
         self.rung = threading.Event()
         if connector == "socket":
-            self.connector = PeerConnector(self.peers, self.rung.set, (), KV_HEADS)
+            self.connector = PeerConnector(self.peers, self.rung.set, (), kv_heads)
         else:
-            self.connector = make_connector(connector, self.peers, self.rung.set, KV_HEADS)
+            self.connector = make_connector(connector, self.peers, self.rung.set, kv_heads, ranks)
         rng = np.random.default_rng(number)
         self.cache: Bytes = rng.integers(0, 255, (LAYERS, 2, len(heads), SLOTS, VECTOR), dtype=np.uint8)
         self.received: list[KvReceived] = []

@@ -2,60 +2,32 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.helpers.kv_ends import LAYERS, SLOTS, VECTOR
+from tests.helpers.kv_ends import LAYERS, SLOTS, VECTOR, End
 from tests.helpers.polling import let_arrive, until
 
-from headway.kv.allocator import slots_of
 from headway.runtime.engine.protocol import PeerAddress, end_of, heads_of
-from headway.runtime.kv_transfer.connector import (
-    Bytes,
-    KvLost,
-    KvPart,
-    KvPlace,
-    KvReceived,
-    SaveKv,
-    make_connector,
-)
-from headway.runtime.kv_transfer.peers import PeerNetwork
+from headway.runtime.kv_transfer.connector import Bytes, SaveKv
 
 KV = 4
 
 
-class CutRank:
-    """One rank; its bytes are the whole model's at its heads."""
-
-    def __init__(self, instance: int, rank: int, ranks: int, folder: Path, whole: Bytes) -> None:
-        self.rung = threading.Event()
-        self.heads = heads_of(KV, ranks, rank)
-        self.peers = PeerNetwork(end_of(instance, rank), 0, f"unix:{folder}/{instance}.{rank}")
-        self.connector = make_connector("peers", self.peers, self.rung.set, KV, ranks)
-        self.cache = np.ascontiguousarray(whole[:, :, self.heads.start : self.heads.stop])
-        self.received: list[KvReceived] = []
-        self.lost: list[KvLost] = []
-
-    def look(self) -> None:
-        received, lost = self.connector.get_finished()
-        self.received += received
-        self.lost += lost
-
-    def close(self) -> None:
-        self.connector.shutdown()
-        self.peers.close()
-
-
 class CutInstance:
+    """The ends of an instance's ranks; the bytes of each are the whole model's at its heads."""
+
     def __init__(self, number: int, ranks: int, folder: Path) -> None:
         rng = np.random.default_rng(number)
         self.number = number
         self.whole: Bytes = rng.integers(0, 255, (LAYERS, 2, KV, SLOTS, VECTOR), dtype=np.uint8)
-        self.ranks = [CutRank(number, rank, ranks, folder, self.whole) for rank in range(ranks)]
+        self.ranks: list[End] = []
+        for rank in range(ranks):
+            end = End(end_of(number, rank), folder, heads_of(KV, ranks, rank), kv_heads=KV, ranks=ranks)
+            end.cache = np.ascontiguousarray(self.whole[:, :, end.heads.start : end.heads.stop])
+            self.ranks.append(end)
 
     @property
     def peer(self) -> PeerAddress:
@@ -64,23 +36,16 @@ class CutInstance:
 
     def open(self, request: str, tokens: int, runs: tuple[tuple[int, int], ...]) -> None:
         for rank in self.ranks:
-            rank.connector.update_state_after_alloc(request, KvPlace(rank.cache, rank.heads, tokens, runs))
+            rank.open(request, tokens, runs)
 
     def save(self, save: SaveKv, positions: np.ndarray, slots: np.ndarray, but: int = -1) -> None:
         for index, rank in enumerate(self.ranks):
             if index != but:
-                for layer in range(LAYERS):
-                    part = KvPart(rank.cache, rank.heads, 0, positions, slots)
-                    rank.connector.save_kv_layer(save, layer, part)
-                rank.connector.finish_save(save)
+                rank.save(save, rank.part(positions, slots))
 
-    def until(self, true: Callable[[CutRank], bool]) -> None:
+    def until(self, true: Callable[[End], bool]) -> None:
         for rank in self.ranks:
-            end_s = time.monotonic() + 10.0
-            while rank.look() or not true(rank):
-                assert time.monotonic() < end_s, (rank.received, rank.lost)
-                rank.rung.wait(0.05)
-                rank.rung.clear()
+            rank.until(lambda rank=rank: true(rank))
 
 
 Make = Callable[[int, int], tuple[CutInstance, CutInstance]]
@@ -118,7 +83,7 @@ def test_each_rank_gets_its_heads_and_a_slice_is_reported_once(make: Make, sourc
         assert [(got.request, got.piece, got.source) for got in rank.received] == [("r", 0, 0), ("r", 1, 0)]
         assert all(got.began_s <= got.ended_s for got in rank.received)
         assert rank.connector.get_num_new_matched_tokens("r") == 33
-        held = rank.cache[:, :, :, slots_of(runs, np.arange(33))]
+        held = rank.held(runs, 33, rank.heads)
         assert np.array_equal(held, source.whole[:, :, rank.heads.start : rank.heads.stop, 40:73])
         assert rank.lost == []
 
@@ -164,7 +129,7 @@ def test_a_lost_rank_is_reported_by_the_waiting_rank(make: Make) -> None:
     source.save(SaveKv("r", 1, 1), np.arange(10), np.arange(10), but=1)
     target.ranks[0].look()
     late = source.ranks[1]
-    late.connector.save_kv_layer(SaveKv("r", 1, 1), 0, KvPart(late.cache, late.heads, 0, np.arange(10), np.arange(10)))
+    late.connector.save_kv_layer(SaveKv("r", 1, 1), 0, late.part(np.arange(10), np.arange(10)))
     let_arrive()
     late.peers.close()
 
