@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.accel_cases import study
+from tests.accelerator.accel_cases import study
 
 from headway.core.errors import ConfigError
 from headway.perf.latency.base import BatchLoad, load_s, solve_tokens

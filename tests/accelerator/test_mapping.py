@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.accel_cases import study
+from tests.accelerator.accel_cases import study
 
 from headway.core.errors import ConfigError
 from headway_research.accelerator.machine import MACHINES, IterationWork, TechniqueSet, machine

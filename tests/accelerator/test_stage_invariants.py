@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.accel_cases import settings_of, study, works
+from tests.accelerator.accel_cases import settings_of, study, works
 
 from headway_research.accelerator.machine import IterationWork
 from headway_research.accelerator.operators import OperatorSetting

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.helpers.embedded_engine import BLOCK, answers, engine, submit
+from tests.engine.embedded_engine import BLOCK, answers, engine, submit
 from tests.helpers.engine_fixtures import frame
 
 from headway.core.batch import ManualClock

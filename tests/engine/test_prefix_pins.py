@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from tests.helpers.embedded_engine import BLOCK, answers, engine, submit
+from tests.engine.embedded_engine import BLOCK, answers, engine, submit
 
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import OutputDelta

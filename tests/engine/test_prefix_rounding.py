@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from tests.helpers.embedded_engine import BLOCK, engine
+from tests.engine.embedded_engine import BLOCK, engine
 from tests.helpers.engine_fixtures import frame
 
 from headway.core.request import SamplingParams

@@ -9,9 +9,9 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from tests.helpers.http_world import ask, cluster_of, request, server_of, stream
 from tests.helpers.polling import eventually
-from tests.helpers.token_server import TokenServer, greedy
+from tests.http_cluster.http_world import ask, cluster_of, request, server_of, stream
+from tests.http_cluster.token_server import TokenServer, greedy
 
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
 from headway.core.request import Slo

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from tests.helpers.asgi_driver import Caller
-from tests.helpers.http_world import cluster_of
-from tests.helpers.token_server import TokenServer, greedy
+from tests.http_cluster.http_world import cluster_of
+from tests.http_cluster.token_server import TokenServer, greedy
 
 from headway.runtime.embedded import model_path
 from headway.serving.app import create_app

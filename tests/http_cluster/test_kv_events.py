@@ -15,9 +15,9 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from tests.helpers.http_world import ask, cluster_of, server_of
 from tests.helpers.polling import eventually
-from tests.helpers.token_server import TokenServer
+from tests.http_cluster.http_world import ask, cluster_of, server_of
+from tests.http_cluster.token_server import TokenServer
 
 from headway.kv.text_keys import TextKeys
 from headway.runtime.cluster.http_backend import HttpInstance

@@ -10,8 +10,8 @@ from typing import Any
 
 import aiohttp.web
 import pytest
-from tests.helpers.http_world import ask, cluster_of
-from tests.helpers.token_server import TokenServer, greedy
+from tests.http_cluster.http_world import ask, cluster_of
+from tests.http_cluster.token_server import TokenServer, greedy
 
 from headway.core.errors import HeadwayError
 from headway.runtime.cluster.http_server import (

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.helpers.http_world import RATES, ask
 from tests.helpers.polling import until
 from tests.helpers.process_tree import is_running
-from tests.helpers.token_server import greedy
+from tests.http_cluster.http_world import RATES, ask
+from tests.http_cluster.token_server import greedy
 
 from headway.core.errors import ConfigError
 from headway.core.machine import free_port
@@ -23,7 +23,7 @@ from headway.runtime.cluster.cluster_file import cluster_file
 from headway.runtime.cluster.server_command import ServerCommand
 from headway.runtime.embedded import model_path
 
-SERVER = f"{sys.executable} -m tests.helpers.token_server {{port}}"
+SERVER = f"{sys.executable} -m tests.http_cluster.token_server {{port}}"
 
 
 def cluster(command: str, folder: Path, count: int = 2) -> ClusterClient:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from tests.helpers.instance_world import Part, World, runs
-from tests.helpers.span_answers import GREEDY, Expected, check_answer, prompt_of
+from tests.instance.instance_world import Part, World, runs
+from tests.instance.span_answers import GREEDY, Expected, check_answer, prompt_of
 
 from headway.runtime.engine.protocol import ComputeSpan, OutputDelta, SpanTaskLost
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.helpers.instance_world import Part, World, frame
-from tests.helpers.scaled_decode import ScaledDecode
-from tests.helpers.span_answers import Expected, prompt_of
+from tests.instance.instance_world import Part, World, frame
+from tests.instance.scaled_decode import ScaledDecode
+from tests.instance.span_answers import Expected, prompt_of
 
 from headway.core.request import SamplingParams
 from headway.runtime.engine.protocol import (

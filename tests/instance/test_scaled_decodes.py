@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.helpers.hand_overs import move
-from tests.helpers.instance_world import Part, World
 from tests.helpers.polling import let_arrive
-from tests.helpers.scaled_decode import ScaledDecode
-from tests.helpers.span_answers import Expected, prompt_of
+from tests.instance.hand_overs import move
+from tests.instance.instance_world import Part, World
+from tests.instance.scaled_decode import ScaledDecode
+from tests.instance.span_answers import Expected, prompt_of
 
 from headway.runtime.engine.protocol import OutputDelta, PauseRequest
 

@@ -7,9 +7,9 @@ import signal
 import time
 
 import pytest
-from tests.helpers.instance_world import Part, World
 from tests.helpers.polling import let_arrive
-from tests.helpers.span_answers import GREEDY, Expected, check_answer, prompt_of
+from tests.instance.instance_world import Part, World
+from tests.instance.span_answers import GREEDY, Expected, check_answer, prompt_of
 
 from headway.runtime.engine.protocol import (
     AbortRequest,

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.helpers.instance_world import Part, World, runs
 from tests.helpers.polling import let_arrive
-from tests.helpers.span_answers import (
+from tests.instance.instance_world import Part, World, runs
+from tests.instance.span_answers import (
     GREEDY,
     SOON_S,
     Expected,

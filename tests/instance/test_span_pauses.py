@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.helpers.instance_world import Part, World, runs
 from tests.helpers.polling import let_arrive
-from tests.helpers.span_answers import (
+from tests.instance.instance_world import Part, World, runs
+from tests.instance.span_answers import (
     GREEDY,
     LAYERS,
     Expected,

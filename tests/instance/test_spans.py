@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tests.helpers.instance_world import Part, World
-from tests.helpers.span_answers import Expected, check_answer, check_decode_in_place, check_first_token, prompt_of
+from tests.instance.instance_world import Part, World
+from tests.instance.span_answers import Expected, check_answer, check_decode_in_place, check_first_token, prompt_of
 
 ROUTES = {
     "one": [Part(50, (0,))],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.helpers import profile_files as files
+from tests.latency_fit import profile_files as files
 
 from headway.core.errors import ConfigError
 from headway.perf.hardware import ModelShape, ParallelLayout, model

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 import pytest
-from tests.helpers import profile_files as files
+from tests.latency_fit import profile_files as files
 
 from headway.core.errors import ConfigError
 from headway.perf.latency.fitted import fitted

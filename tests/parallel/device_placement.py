@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.helpers.greedy_reference import prompt_of
-from tests.helpers.rank_serving import Ask, make_core, serve
+from tests.parallel.rank_serving import Ask, make_core, serve
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend

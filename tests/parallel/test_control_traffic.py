@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from tests.helpers.echo_transport import EchoTransport
-from tests.helpers.rank_serving import Ask, make_core, serve
+from tests.parallel.echo_transport import EchoTransport
+from tests.parallel.rank_serving import Ask, make_core, serve
 
 from headway.perf.hardware import ParallelLayout
 from headway.runtime.engine.protocol import SubmitRequest

@@ -12,10 +12,10 @@ import pytest
 import torch
 from tests.helpers.greedy_reference import prompt_of
 from tests.helpers.marks import quick_first
-from tests.helpers.model_families import BLOCK, BLOCKS, checkpoint, core_of, expected, layout_of
-from tests.helpers.rank_processes import make_rank_config, rank_executor
-from tests.helpers.rank_serving import Ask, make_core, serve
-from tests.helpers.virtual_ranks import VirtualWorld
+from tests.parallel.model_families import BLOCK, BLOCKS, checkpoint, core_of, expected, layout_of
+from tests.parallel.rank_processes import make_rank_config, rank_executor
+from tests.parallel.rank_serving import Ask, make_core, serve
+from tests.parallel.virtual_ranks import VirtualWorld
 
 from headway.cli.main import main
 from headway.core.errors import ConfigError

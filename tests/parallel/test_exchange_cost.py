@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.helpers.model_families import BLOCK, BLOCKS, checkpoint, core_of, layout_of
-from tests.helpers.virtual_ranks import VirtualWorld
+from tests.parallel.model_families import BLOCK, BLOCKS, checkpoint, core_of, layout_of
+from tests.parallel.virtual_ranks import VirtualWorld
 
 from headway.core.batch import ManualClock
 from headway.perf.hardware import ParallelLayout

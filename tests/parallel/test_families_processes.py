@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from tests.helpers.greedy_reference import prompt_of
 from tests.helpers.marks import pairwise, quick_first
-from tests.helpers.model_families import CHUNKINGS, FAMILIES, checkpoint, core_of, expected, layout_of
-from tests.helpers.rank_processes import make_rank_config, rank_executor
-from tests.helpers.rank_serving import Ask, reference, serve
+from tests.parallel.model_families import CHUNKINGS, FAMILIES, checkpoint, core_of, expected, layout_of
+from tests.parallel.rank_processes import make_rank_config, rank_executor
+from tests.parallel.rank_serving import Ask, reference, serve
 
 from headway.core.request import TokenLogprobs
 

@@ -9,7 +9,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.helpers.greedy_reference import prompt_of
 from tests.helpers.marks import pairwise
-from tests.helpers.model_families import (
+from tests.parallel.model_families import (
     BLOCK,
     BLOCKS,
     CHUNKINGS,
@@ -20,8 +20,8 @@ from tests.helpers.model_families import (
     layout_of,
     single,
 )
-from tests.helpers.rank_serving import Ask, reference, serve
-from tests.helpers.virtual_ranks import VirtualWorld
+from tests.parallel.rank_serving import Ask, reference, serve
+from tests.parallel.virtual_ranks import VirtualWorld
 
 LAYOUTS = ("T2", "S2", "T2S2", "T4", "S4", "T2S4", "K2", "T2K2", "S2K2", "T2S2K2")
 LARGER = ("T4S2", "T4S4", "K4", "S3K3", "T4S2K2")

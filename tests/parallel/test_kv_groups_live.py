@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tests.helpers.greedy_reference import prompt_of
 from tests.helpers.marks import quick_first
-from tests.helpers.model_families import checkpoint, expected
-from tests.helpers.rank_serving import Ask, make_core, serve
-from tests.helpers.virtual_ranks import VirtualWorld
+from tests.parallel.model_families import checkpoint, expected
+from tests.parallel.rank_serving import Ask, make_core, serve
+from tests.parallel.virtual_ranks import VirtualWorld
 
 from headway.core.request import SamplingParams
 from headway.perf.hardware import ParallelLayout

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.rank_serving import make_core
+from tests.parallel.rank_serving import make_core
 
 from headway.core.batch import Batch, Chunk, DecodeGroup, GroupBatch, KvOp
 from headway.core.errors import ConfigError, LostError

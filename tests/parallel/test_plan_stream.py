@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.checkpoints import make_tiny
-from tests.helpers.echo_transport import EchoTransport
 from tests.helpers.greedy_reference import prompt_of
-from tests.helpers.rank_serving import Ask, make_core, serve
-from tests.helpers.virtual_ranks import VirtualWorld
+from tests.parallel.echo_transport import EchoTransport
+from tests.parallel.rank_serving import Ask, make_core, serve
+from tests.parallel.virtual_ranks import VirtualWorld
 
 from headway.core.batch import Chunk, DecodeGroup, GroupBatch, KvOp
 from headway.core.request import SamplingParams
@@ -134,7 +134,7 @@ def test_a_rank_that_has_missed_a_plan_is_lost(
 ) -> None:
     """In the midst, which the next plan shows, or silence; or the newest one, which silence shows."""
     # The other rank waits for rows that never come.
-    monkeypatch.setattr("tests.helpers.virtual_ranks.WAIT_S", 1.0)
+    monkeypatch.setattr("tests.parallel.virtual_ranks.WAIT_S", 1.0)
     with VirtualWorld(folder, ParallelLayout(stages=2)) as world:
 
         def tamper(target: int, frames: object) -> object:

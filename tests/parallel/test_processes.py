@@ -13,8 +13,8 @@ import pytest
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.greedy_reference import prompt_of
 from tests.helpers.process_tree import ends_soon
-from tests.helpers.rank_processes import BLOCK_TOKENS, KV_BLOCKS, make_rank_config, rank_executor
-from tests.helpers.rank_serving import Ask, make_core, serve
+from tests.parallel.rank_processes import BLOCK_TOKENS, KV_BLOCKS, make_rank_config, rank_executor
+from tests.parallel.rank_serving import Ask, make_core, serve
 
 from headway.core.errors import ConfigError
 from headway.runtime.executor.multi_process import ProcessTransport
@@ -81,7 +81,7 @@ ENGINE = """
 import sys, time
 from pathlib import Path
 from headway.runtime.executor.multi_process import ProcessTransport
-from tests.helpers.rank_processes import make_rank_config
+from tests.parallel.rank_processes import make_rank_config
 
 if __name__ == "__main__":
     transport = ProcessTransport(make_rank_config(Path(sys.argv[1]), 1, 2))

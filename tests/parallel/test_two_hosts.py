@@ -20,7 +20,7 @@ from tests.helpers.greedy_reference import prompt_of
 from tests.helpers.namespaces import RAY_ADDRESS, Hosts, RayOnHosts, Running, ray_on
 from tests.helpers.polling import until
 from tests.helpers.process_tree import ends_soon
-from tests.helpers.rank_serving import greedy
+from tests.parallel.rank_serving import greedy
 
 HEADWAY = (sys.executable, "-m", "headway.cli.main")
 PORT = 8000

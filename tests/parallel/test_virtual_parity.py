@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from tests.helpers.greedy_reference import prompt_of
 from tests.helpers.marks import quick_first
-from tests.helpers.model_families import checkpoint, expected, layout_of, single
-from tests.helpers.rank_serving import Ask, make_core, serve
-from tests.helpers.virtual_ranks import VirtualWorld
+from tests.parallel.model_families import checkpoint, expected, layout_of, single
+from tests.parallel.rank_serving import Ask, make_core, serve
+from tests.parallel.virtual_ranks import VirtualWorld
 
 from headway.perf.hardware import ParallelLayout
 from headway.runtime.engine.core import EngineCore

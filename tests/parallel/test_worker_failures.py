@@ -18,8 +18,8 @@ import pytest
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.greedy_reference import prompt_of
 from tests.helpers.marks import quick_first
-from tests.helpers.rank_processes import make_rank_config
-from tests.helpers.rank_serving import Ask, greedy, make_core, serve
+from tests.parallel.rank_processes import make_rank_config
+from tests.parallel.rank_serving import Ask, greedy, make_core, serve
 
 from headway.runtime.engine.config import GaveUpError, RestartLimit
 from headway.runtime.engine.core import EngineCore

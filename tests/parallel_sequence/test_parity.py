@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.marks import pairwise, quick_diagonal, quick_first
-from tests.helpers.sequence_prompts import SHAPE, Model, Part, check_parts
+from tests.parallel_sequence.sequence_prompts import SHAPE, Model, Part, check_parts
 
 from headway.core.errors import ConfigError
 from headway.runtime.sequence_parallel.layout import ORDERS

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.marks import quick_diagonal
-from tests.helpers.sequence_prompts import SHAPE, Model, Part, compare, layouts, prompt_of, route, take_part
-from tests.helpers.virtual_sequence_ranks import VirtualTransport, on_ranks
+from tests.parallel_sequence.sequence_prompts import SHAPE, Model, Part, compare, layouts, prompt_of, route, take_part
+from tests.parallel_sequence.virtual_sequence_ranks import VirtualTransport, on_ranks
 
 from headway.core.errors import ConfigError, InvariantError
 from headway.perf.hardware import ModelShape

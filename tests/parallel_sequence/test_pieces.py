@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.marks import quick_diagonal
-from tests.helpers.sequence_prompts import SHAPE, Model, Part, compare, layouts, prompt_of, route, take_part
-from tests.helpers.sequence_routes import SMALL_CONFIG, routes
-from tests.helpers.virtual_sequence_ranks import VirtualTransport, on_ranks
+from tests.parallel_sequence.sequence_prompts import SHAPE, Model, Part, compare, layouts, prompt_of, route, take_part
+from tests.parallel_sequence.sequence_routes import SMALL_CONFIG, routes
+from tests.parallel_sequence.virtual_sequence_ranks import VirtualTransport, on_ranks
 
 from headway.core.request import cut
 from headway.runtime.model.config import ModelShard

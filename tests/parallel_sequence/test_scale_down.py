@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.checkpoints import make_tiny
-from tests.helpers.sequence_prompts import SHAPE, Model, Part, check_parts
-from tests.helpers.sequence_routes import SMALL_CONFIG, kv_after_moves, marked_slots
+from tests.parallel_sequence.sequence_prompts import SHAPE, Model, Part, check_parts
+from tests.parallel_sequence.sequence_routes import SMALL_CONFIG, kv_after_moves, marked_slots
 
 from headway.core.errors import ConfigError
 from headway.core.request import Strategy

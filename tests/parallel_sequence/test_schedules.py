@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.sequence_routes import SMALL_CONFIG, gathered, kv_after_moves, marked_slots, routes
+from tests.parallel_sequence.sequence_routes import SMALL_CONFIG, gathered, kv_after_moves, marked_slots, routes
 
 from headway.core.errors import ConfigError
 from headway.core.request import Strategy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from tests.helpers import virtual_time
+from tests.router import virtual_time
 
 
 @pytest.hookimpl(tryfirst=True)

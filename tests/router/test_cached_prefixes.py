@@ -7,9 +7,9 @@ import random
 from array import array
 
 import pytest
-from tests.helpers import virtual_time
-from tests.helpers.cluster_clients import ask, prompt, running
-from tests.helpers.fake_instances import FakeCluster, answer
+from tests.router import virtual_time
+from tests.router.cluster_clients import ask, prompt, running
+from tests.router.fake_instances import FakeCluster, answer
 
 from headway.core.request import SamplingParams
 from headway.kv.block_manager import BlockManager

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.helpers import virtual_time
-from tests.helpers.cluster_clients import SHAPE, all_quiet, ask, prompt, router, running
-from tests.helpers.fake_instances import FakeCluster, answer
 from tests.helpers.polling import eventually, run_ready_tasks
+from tests.router import virtual_time
+from tests.router.cluster_clients import SHAPE, all_quiet, ask, prompt, router, running
+from tests.router.fake_instances import FakeCluster, answer
 
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
 from headway.core.request import Slo, cut

@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from tests.helpers.cluster_clients import ask, prompt, running
-from tests.helpers.fake_instances import FakeCluster, answer
+from tests.router.cluster_clients import ask, prompt, running
+from tests.router.fake_instances import FakeCluster, answer
 
 from headway.control.controller import ClusterController
 from headway.core.errors import InvariantError

@@ -10,9 +10,9 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.helpers import virtual_time
-from tests.helpers.cluster_clients import ask, beating, prompt, running
-from tests.helpers.fake_instances import FakeCluster, answer
+from tests.router import virtual_time
+from tests.router.cluster_clients import ask, beating, prompt, running
+from tests.router.fake_instances import FakeCluster, answer
 
 from headway.control.kv import KvClaim, deadlocked, gives_way
 from headway.core.request import Request, Span
@@ -199,7 +199,7 @@ class Crossing:
 
 @pytest.fixture
 def crossing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.helpers.cluster_clients.make_placement", lambda *given: Crossing())
+    monkeypatch.setattr("tests.router.cluster_clients.make_placement", lambda *given: Crossing())
 
 
 @pytest.mark.parametrize("count", [2, 6])

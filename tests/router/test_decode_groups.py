@@ -6,10 +6,10 @@ import asyncio
 from typing import Any, cast
 
 import pytest
-from tests.helpers.cluster_clients import ask, prompt, running
-from tests.helpers.decode_world import DecodeWorld
-from tests.helpers.fake_instances import FakeCluster, answer
 from tests.helpers.polling import eventually
+from tests.router.cluster_clients import ask, prompt, running
+from tests.router.decode_world import DecodeWorld
+from tests.router.fake_instances import FakeCluster, answer
 
 from headway.control.entries import KvSlice
 from headway.core.request import SpanTask, Strategy

@@ -9,8 +9,8 @@ from typing import Any, cast
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.decode_world import DecodeWorld
 from tests.helpers.random_weights import reference_config
+from tests.router.decode_world import DecodeWorld
 
 from headway.core.request import SpanTask, Strategy
 from headway.runtime.engine.protocol import AbortRequest, ComputeSpan

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.helpers import virtual_time
-from tests.helpers.cluster_clients import ask, prompt, router, running
-from tests.helpers.fake_instances import FakeCluster, FakeProcess, answer
 from tests.helpers.polling import eventually
+from tests.router import virtual_time
+from tests.router.cluster_clients import ask, prompt, router, running
+from tests.router.fake_instances import FakeCluster, FakeProcess, answer
 
 from headway.core.errors import UnavailableError
 from headway.runtime.engine.config import EngineConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.decode_world import RecordingInstances
+from tests.router.decode_world import RecordingInstances
 
 from headway.control.entries import ControlledRequest, SpanEntry
 from headway.control.kv import PATIENCE_S, KvAdmission

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from tests.helpers.decode_world import DecodeWorld
+from tests.router.decode_world import DecodeWorld
 
 from headway.control.entries import KvSlice
 from headway.runtime.engine.protocol import ReserveKv, SendKv

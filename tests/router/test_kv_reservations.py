@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.decode_world import DecodeWorld
+from tests.router.decode_world import DecodeWorld
 
 from headway.control.kv import KvReservations
 from headway.core.request import SpanTask

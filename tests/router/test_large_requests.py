@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.helpers.cluster_clients import ask, prompt, running
-from tests.helpers.fake_instances import FakeCluster, answer
 from tests.helpers.polling import eventually
+from tests.router.cluster_clients import ask, prompt, running
+from tests.router.fake_instances import FakeCluster, answer
 
 from headway.core.errors import RequestError, UnavailableError
 from headway.policy.placement.contract import Role

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import cast
 
 import msgspec
-from tests.helpers.cluster_clients import SHAPE
 from tests.helpers.cluster_worlds import PerToken
 from tests.helpers.fake_engine import INFO
+from tests.router.cluster_clients import SHAPE
 
 from headway.core.request import Request, Span
 from headway.perf.latency.groups import GroupLatency, GroupShape

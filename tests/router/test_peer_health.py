@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers import virtual_time
-from tests.helpers.cluster_clients import ask, beating, prompt, running
-from tests.helpers.fake_instances import FakeCluster, FakeProcess, answer
+from tests.router import virtual_time
+from tests.router.cluster_clients import ask, beating, prompt, running
+from tests.router.fake_instances import FakeCluster, FakeProcess, answer
 
 from headway.runtime.cluster.client import ClusterClient
 from headway.runtime.cluster.membership import LOSSES, PeerHealth, PeerVerdict

@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from tests.helpers import virtual_time
-from tests.helpers.cluster_clients import all_quiet, ask, prompt, router
 from tests.helpers.controller_audit import check
-from tests.helpers.fake_instances import FakeCluster, FakeProcess, answer
-from tests.helpers.virtual_time import pause
+from tests.router import virtual_time
+from tests.router.cluster_clients import all_quiet, ask, prompt, router
+from tests.router.fake_instances import FakeCluster, FakeProcess, answer
+from tests.router.virtual_time import pause
 
 from headway.core.errors import RequestError
 from headway.policy.placement.contract import Role

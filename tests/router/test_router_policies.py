@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.helpers import virtual_time
-from tests.helpers.cluster_clients import ask, prompt, running
-from tests.helpers.fake_instances import FakeCluster, answer
+from tests.router import virtual_time
+from tests.router.cluster_clients import ask, prompt, running
+from tests.router.fake_instances import FakeCluster, answer
 
 from headway.core.errors import RequestError
 from headway.policy.placement.contract import RateTable, Role

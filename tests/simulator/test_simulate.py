@@ -6,8 +6,8 @@ import random
 
 import pytest
 from tests.helpers.marks import quick_first
-from tests.helpers.simulator_worlds import how, instance, requests
 from tests.helpers.unit_latency import small_machine
+from tests.simulator.simulator_worlds import how, instance, requests
 
 from headway.perf.hardware import ParallelLayout, accelerator, model
 from headway.perf.latency.base import BatchLoad, load_s

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.helpers.kv_ends import LAYERS, SLOTS, End, meet
 from tests.helpers.polling import let_arrive
+from tests.transfer.kv_ends import LAYERS, SLOTS, End, meet
 
 from headway.runtime.engine.protocol import PeerAddress
 from headway.runtime.kv_transfer.connector import SaveKv
@@ -27,7 +27,7 @@ Make = Callable[..., list[End]]
 SENDS = """
 import sys, threading, numpy as np
 from pathlib import Path
-from tests.helpers.kv_ends import LAYERS, SLOTS, End
+from tests.transfer.kv_ends import LAYERS, SLOTS, End
 from headway.runtime.kv_transfer.connector import SaveKv
 from headway.runtime.engine.protocol import PeerAddress
 folder = Path(sys.argv[1])

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.helpers.kv_ends import LAYERS, SLOTS, End, meet
 from tests.helpers.polling import let_arrive
+from tests.transfer.kv_ends import LAYERS, SLOTS, End, meet
 
 from headway.core.errors import ConfigError
 from headway.runtime.engine.protocol import PeerAddress

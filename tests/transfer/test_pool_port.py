@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from tests.helpers.engine_fixtures import INFO
-from tests.helpers.kv_ends import End, meet
 from tests.helpers.present import present
 from tests.helpers.random_weights import random_decoder, reference_config
 from tests.helpers.unit_latency import small_machine
+from tests.transfer.kv_ends import End, meet
 
 from headway.core.errors import ConfigError
 from headway.core.request import Phase, SamplingParams

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.helpers.kv_ends import LAYERS, SLOTS, VECTOR, End
 from tests.helpers.polling import let_arrive, until
+from tests.transfer.kv_ends import LAYERS, SLOTS, VECTOR, End
 
 from headway.runtime.engine.protocol import PeerAddress, end_of, heads_of
 from headway.runtime.kv_transfer.connector import Bytes, SaveKv

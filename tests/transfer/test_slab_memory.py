@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from tests.helpers.kv_ends import LAYERS, SLOTS, End, meet
 from tests.helpers.polling import let_arrive, until
 from tests.helpers.present import present
+from tests.transfer.kv_ends import LAYERS, SLOTS, End, meet
 
 from headway.runtime.engine.protocol import PeerAddress
 from headway.runtime.kv_transfer import local, slab_memory
@@ -31,7 +31,7 @@ POSITIONS = np.arange(SLOTS)
 HANGS = """
 import sys, threading
 from pathlib import Path
-from tests.helpers.kv_ends import End
+from tests.transfer.kv_ends import End
 from headway.runtime.kv_transfer import local as receive_queue
 from headway.runtime.engine.protocol import PeerAddress
 end = End(1, Path(sys.argv[1]))

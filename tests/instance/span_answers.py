@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from tests.helpers.instance_world import Part, World, runs
 from tests.helpers.polling import let_arrive
+from tests.instance.instance_world import Part, World, runs
 
 from headway.core.request import SamplingParams
 from headway.runtime.engine.protocol import (

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.helpers.hand_overs import (
+from tests.helpers.polling import let_arrive
+from tests.instance.hand_overs import (
     arrived,
     check_chunks,
     check_staged,
@@ -21,12 +22,10 @@ from tests.helpers.hand_overs import (
     send,
     submit,
 )
-from tests.helpers.instance_world import Part, World
-from tests.helpers.polling import let_arrive
-from tests.helpers.span_answers import Expected, check_answer, prompt_of
+from tests.instance.instance_world import TOKEN_BYTES, Part, World
+from tests.instance.span_answers import Expected, check_answer, prompt_of
 
 ONE, TWO = 0, 1
-TOKEN_BYTES = 3 * 2 * 2 * 8 * 4
 
 
 pytestmark = pytest.mark.xdist_group("rank migrations")

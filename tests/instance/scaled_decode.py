@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.helpers.instance_world import Part, World
-from tests.helpers.span_answers import Expected, check_answer
+from tests.instance.instance_world import Part, World
+from tests.instance.span_answers import Expected, check_answer
 
 from headway.core.request import SamplingParams
 from headway.runtime.engine.protocol import AbortRequest, OutputDelta

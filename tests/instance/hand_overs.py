@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.instance_world import World, frame
-from tests.helpers.span_answers import Expected, check_answer, prompt_of
+from tests.instance.instance_world import World, frame
+from tests.instance.span_answers import Expected, check_answer, prompt_of
 
 from headway.core.request import Phase, SamplingParams
 from headway.runtime.engine.protocol import KvArrived, OutputDelta, ReserveKv, SendKv, SpanTaskLost, SubmitRequest

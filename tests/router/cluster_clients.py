@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 
 from tests.helpers.cluster_worlds import PerToken
-from tests.helpers.fake_instances import FakeCluster, FakeProcess
-from tests.helpers.virtual_time import loop_time, pause
+from tests.router.fake_instances import FakeCluster, FakeProcess
+from tests.router.virtual_time import loop_time, pause
 
 from headway.core.errors import RequestError
 from headway.core.request import SamplingParams

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 from tests.helpers.fake_engine import INFO
-from tests.helpers.virtual_time import pause
+from tests.router.virtual_time import pause
 
 from headway.core.request import SpanTask, cut
 from headway.kv.text_keys import TextKeys

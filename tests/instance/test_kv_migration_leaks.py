@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from tests.helpers.hand_overs import move, params, rest
-from tests.helpers.instance_world import Part, World
-from tests.helpers.span_answers import prompt_of
+from tests.instance.hand_overs import move, params, rest
+from tests.instance.instance_world import Part, World
+from tests.instance.span_answers import prompt_of
 
 TURNS, RESTARTS = 40, 2
 WARM = 20

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.greedy_reference import prompt_of
-from tests.helpers.rank_serving import Ask, greedy, make_core, serve
+from tests.parallel.rank_serving import Ask, greedy, make_core, serve
 
 from headway.core.logs import EventSink
 from headway.perf.hardware import ParallelLayout

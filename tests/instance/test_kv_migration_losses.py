@@ -9,7 +9,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.helpers.hand_overs import (
+from tests.helpers.polling import let_arrive
+from tests.instance.hand_overs import (
     KvLostError,
     Relay,
     arrived,
@@ -21,9 +22,8 @@ from tests.helpers.hand_overs import (
     send,
     submit,
 )
-from tests.helpers.instance_world import Part, World
-from tests.helpers.polling import let_arrive
-from tests.helpers.span_answers import Expected, check_answer, prompt_of
+from tests.instance.instance_world import Part, World
+from tests.instance.span_answers import Expected, check_answer, prompt_of
 
 from headway.runtime.engine.protocol import (
     AbortRequest,

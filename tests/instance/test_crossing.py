@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.helpers.hand_overs import arrived, end, params, rest, send
-from tests.helpers.instance_world import Part, World
-from tests.helpers.span_answers import Expected, check_answer, prompt_of
+from tests.instance.hand_overs import arrived, end, params, rest, send
+from tests.instance.instance_world import TOKEN_BYTES, Part, World
+from tests.instance.span_answers import Expected, check_answer, prompt_of
 
 from headway.runtime.engine.protocol import AbortRequest, ReserveKv
-
-TOKEN_BYTES = 3 * 2 * 2 * 8 * 4
 
 
 def test_crossing_reservations_cause_no_deadlock(checkpoint: Path, expected: Expected) -> None:

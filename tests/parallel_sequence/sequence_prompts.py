@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tests.helpers.sequence_routes import gathered
-from tests.helpers.virtual_sequence_ranks import on_ranks
+from tests.parallel_sequence.sequence_routes import gathered
+from tests.parallel_sequence.virtual_sequence_ranks import on_ranks
 from torch import Tensor
 
 from headway.core.request import Strategy

@@ -40,6 +40,8 @@ from headway.runtime.engine.protocol import (
 )
 
 WAIT_S = 20.0
+TOKEN_BYTES = 3 * 2 * 2 * 8 * 4
+"""KV of a token of the checkpoint."""
 M = TypeVar("M")
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(EngineInfo | IterationOutputs | FatalError | FromInstance)

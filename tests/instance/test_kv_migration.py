@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.helpers.hand_overs import (
+from tests.instance.hand_overs import (
     arrived,
     check_chunks,
     check_staged,
@@ -18,8 +18,8 @@ from tests.helpers.hand_overs import (
     send,
     submit,
 )
-from tests.helpers.instance_world import Part, World
-from tests.helpers.span_answers import Expected, check_answer, prompt_of
+from tests.instance.instance_world import Part, World
+from tests.instance.span_answers import Expected, check_answer, prompt_of
 
 from headway.runtime.engine.protocol import KvArrived, OutputDelta, ReserveKv, SendKv, SpanTaskLost
 

@@ -54,5 +54,5 @@ def loop_time() -> float:
 
 async def pause(seconds: float) -> None:
     """Let virtual time pass. For fakes and tests that run in it."""
-    assert isinstance(asyncio.get_running_loop(), VirtualTimeLoop), "run it with tests.helpers.virtual_time.run"
+    assert isinstance(asyncio.get_running_loop(), VirtualTimeLoop), "run it with tests.router.virtual_time.run"
     await asyncio.sleep(seconds)

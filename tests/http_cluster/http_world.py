@@ -8,7 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.token_server import TokenServer
+from tests.http_cluster.token_server import TokenServer
 
 from headway.core.request import SamplingParams
 from headway.perf.latency.table import MachineRates
