@@ -94,7 +94,7 @@ docs: setup ## the reference pages from the code, then the documentation site in
 
 figures: setup ## draw again the figures that README and docs show (minutes)
 	@$(BIN)/python scripts/make_diagrams.py
-	@$(BIN)/python scripts/make_figures.py
+	@$(BIN)/python -m scripts.make_figures
 	-@$(BIN)/python -m scripts.make_live_picture
 	@$(BIN)/python scripts/make_screens.py
 	@$(BIN)/python -m scripts.make_transcripts

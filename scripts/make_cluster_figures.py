@@ -1,7 +1,8 @@
-"""Draw the clusters of docs/papers and docs/concepts from examples/: `python scripts/make_cluster_figures.py`. Minutes.
+"""Draw the clusters of the docs from examples/: `python scripts/make_cluster_figures.py`. Minutes.
 
-cluster-tetris.png and cluster-ladder.png: instances over time; cluster-cdf.png: TTFT and JCT of three placements on the
-same requests; cluster-capacity.png: TTFT over the load, with its knee where a monotone fit supports one.
+cluster-tetris.png, cluster-fifo.png and cluster-ladder.png: instances over time; cluster-cdf.png: TTFT and JCT of three
+placements on the same requests; cluster-capacity.png: TTFT over the load, with its knee where a monotone fit supports
+one.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,27 +40,26 @@ def example(name: str) -> dict[str, Any]:
     return data
 
 
-def gantt(name: str, out: str, until_s: float, from_qps: float | None = None) -> None:
-    """The first seconds of an example."""
-    data = example(name)
-    if from_qps is not None:
-        data = with_field(data, "workload.qps", from_qps)
-    data = with_field(data, "run.window_s", until_s)
-    result = run_cluster(parse_scenario(data), 0, keep_bars=True)
-    plots.save(gantt_figure(result.bars, result.instances, data["name"], until_s), FIGURES / out)
+def gantt(data: Mapping[str, Any], out: str, until_s: float, title: str) -> None:
+    """The first seconds of a scenario. title: what they show."""
+    result = run_cluster(parse_scenario(with_field(data, "run.window_s", until_s)), 0, keep_bars=True)
+    classes = {record.id: record.klass for record in result.sim.records}
+    plots.save(gantt_figure(result.bars, result.instances, title, until_s, classes), FIGURES / out)
 
 
 def placed(data: dict[str, Any], placement: str) -> dict[str, Any]:
     """The same requests under another placement, in groups of four where groups are fixed."""
-    options = {"sp": 4} if placement == "fixed-sp" else data["cluster"]["options"]
+    options = {"sp": 4} if placement == "fixed-sp" else data["cluster"].get("options", {})
     return with_field(with_field(data, "cluster.placement", placement), "cluster.options", options)
 
 
 def main() -> int:
     FIGURES.mkdir(parents=True, exist_ok=True)
-    gantt("cluster-tetris", "cluster-tetris.png", 16.0)
-    gantt("cluster-combined", "cluster-ladder.png", 24.0)
+    gantt(example("cluster-tetris"), "cluster-tetris.png", 16.0, "Tetris: chunks of a prompt on ever larger groups")
     data = example("cluster-combined")
+    fifo = with_field(with_field(data, "cluster.placement", "fifo"), "cluster.options", {})
+    gantt(fifo, "cluster-fifo.png", 24.0, "First come, first served: chats wait behind documents")
+    gantt(data, "cluster-ladder.png", 24.0, "The ladder: documents pause for chats")
     runs = {name: run_cluster(parse_scenario(placed(data, name)), 0).sim.records for name in PLACEMENTS}
     draw(
         [
@@ -66,6 +67,7 @@ def main() -> int:
             cumulative("job completion time, chats", runs, e2e_s),
         ],
         FIGURES / "cluster-cdf.png",
+        "Under the ladder a chat's first token comes within a second or so",
     )
     draw_capacity(data)
     return 0
@@ -74,13 +76,13 @@ def main() -> int:
 def cumulative(
     title: str, runs: Mapping[str, Sequence[RequestRecord]], seconds: Callable[[RequestRecord], float | None]
 ) -> ReportChart:
-    """The shares of each run's chats by their times; those that have none so far do not count."""
+    """The times of each run's chats by the share that had less; those that have none so far do not count."""
     times = {
         name: sorted(s for one in records if one.klass == "chat" and (s := seconds(one)) is not None)
         for name, records in runs.items()
     }
-    lines = {name: [(s, (n + 1) / len(mine)) for n, s in enumerate(mine)] for name, mine in times.items()}
-    return ReportChart(title=title, x="seconds", y="share of chats", lines=lines, unit="share", log_x=True)
+    lines = {name: [(100 * (n + 1) / len(mine), s) for n, s in enumerate(mine)] for name, mine in times.items()}
+    return ReportChart(title=title, x="percentile of chats", lines=lines, unit="seconds", log_y=True)
 
 
 def draw_capacity(data: dict[str, Any]) -> None:
@@ -92,7 +94,8 @@ def draw_capacity(data: dict[str, Any]) -> None:
         swept = run_points(parse_points(at_all_loads, sweeps), os.cpu_count() or 1).points
         points += [{**point, "at": {**point["at"], "cluster.placement": name}} for point in swept]
     found = document(data, points)
-    draw(sweep_charts(found, asked_classes(found)), FIGURES / "cluster-capacity.png")
+    charts = [replace(one, x="requests a second") for one in sweep_charts(found, asked_classes(found))]
+    draw(charts, FIGURES / "cluster-capacity.png", "Chats stay in time under the ladder as the load grows")
 
 
 if __name__ == "__main__":

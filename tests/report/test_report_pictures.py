@@ -1,15 +1,27 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 import pytest
+from matplotlib.text import Annotation
 from rich.console import Console
 from tests.helpers.live_feeds import logged_events
 
 from headway.cli.main import main
 from headway.sim.metrics import RequestRecord, summarise
-from headway.sim.report.plots import convoy_figure, save
+from headway.sim.report.page import ReportChart
+from headway.sim.report.plots import (
+    COLOURS,
+    INK,
+    convoy_figure,
+    house_style,
+    label_lines,
+    line_colours,
+    new_figure,
+    save,
+)
 from headway.sim.report.tables import (
     LoadProgress,
     classes_sentence,
@@ -22,6 +34,7 @@ from headway.sim.report.tables import (
     tick,
     tokens,
 )
+from headway_research.plot import draw
 
 
 def run(policy: str, waits: list[float | None], long_s: float) -> dict:
@@ -60,9 +73,12 @@ def test_the_convoy_picture_shows_the_median_waits(tmp_path: Path) -> None:
     data = {"plan": PLAN, "runs": [run("lars", [0.04, 0.05, None], 12.0), run("fcfs", [9.0, 8.0, 7.0], 11.0)]}
     figure = convoy_figure(data)
     words = " ".join(text.get_text() for axes in figure.axes for text in axes.texts)
-    assert "median wait 50 ms" in words
-    assert "median wait 8.0 s" in words
-    assert figure.axes[0].get_yscale() == "log"
+    (axes,) = figure.axes
+    assert "lars\nmedian 50 ms\ndocument 12.0 s" in words
+    assert "fcfs\nmedian 8.0 s\ndocument 11.0 s" in words
+    assert "160× shorter" in words
+    assert axes.get_title(loc="left") == "A chat waits 50 ms beside a 32.8K-token document,\nnot 8.0 s"
+    assert axes.get_yscale() == "log"
     files = save(figure, tmp_path / "sub" / "convoy")
     assert [file.suffix for file in files] == [".png", ".svg"]
     assert all(file.stat().st_size > 5000 for file in files)
@@ -73,6 +89,22 @@ def test_the_convoy_picture_shows_the_median_waits(tmp_path: Path) -> None:
         assert "lars / whole" in table
         assert "32.8K-token prompt" in table
     assert "after 50 ms (lars), 8.0 s (fcfs): 160.0 times, median" in convoy_sentence(data)
+
+
+def test_labels_of_lines_stand_apart_and_the_accent_is_headways(tmp_path: Path) -> None:
+    names = ["fcfs", "ladder", "edf", "lars", "srpt", "lrs"]
+    assert line_colours(names)[1] == COLOURS[0]
+    assert len(set(line_colours(names))) == len(names)
+    lines = {name: [(load, 5.0 + at / 100 * load) for load in (1.0, 2.0)] for at, name in enumerate(names)}
+    with house_style():
+        axes = new_figure(height_in=4.0).subplots()
+        axes.set_ylim(0.0, 10.0)
+        label_lines(axes, [(line[-1][1], name, INK) for name, line in lines.items()], 3.0)
+    places = [float(text.xyann[1]) for text in axes.texts if isinstance(text, Annotation)]
+    assert [text.get_text() for text in axes.texts] == names
+    assert all(above - below > 0.05 for below, above in pairwise(places))
+    panel = ReportChart(title="t", x="load", lines=lines, log_x=True, unit="seconds")
+    assert draw([panel, panel], tmp_path / "lines.png", "found")[0].stat().st_size > 5_000
 
 
 @pytest.mark.parametrize("waits", [[], [None]])

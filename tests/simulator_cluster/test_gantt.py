@@ -33,7 +33,7 @@ workload: {qps: 4.0, requests: 6, mix: [{prompt: "uniform:8k-40k", output: "5"}]
 """
 
 
-def test_batches_without_a_break_are_one_bar() -> None:
+def test_batches_of_a_prompt_and_then_of_decodes_without_a_break_are_a_bar_each() -> None:
     def decide(event: Event, view: ClusterSnapshot) -> list[Action]:
         if isinstance(event, RequestArrived) and event.request.id == "r0":
             return [EnqueueRequest("r0", (0,))]
@@ -43,9 +43,10 @@ def test_batches_without_a_break_are_one_bar() -> None:
 
     requests = [TraceRequest(0.0, 50, 20), TraceRequest(0.0, 100, 1)]
     result = simulate_cluster(cluster(), Scripted(decide), requests, keep_bars=True)
-    (batch,) = [bar for bar in result.bars if bar.kind == "batch"]
-    assert (batch.instance, batch.start_s) == (0, 0.0)
-    assert batch.end_s == result.sim.records[0].finish_s
+    prompt, decodes = [bar for bar in result.bars if bar.kind == "batch"]
+    assert (prompt.instance, prompt.start_s, prompt.request) == (0, 0.0, "r0")
+    assert (decodes.instance, decodes.start_s, decodes.request) == (0, prompt.end_s, "")
+    assert decodes.end_s == result.sim.records[0].finish_s
     assert {bar[:4] for bar in result.bars if bar.kind == "span"} == {("span", 1, 0.0, 0.05), ("span", 2, 0.0, 0.05)}
 
 
@@ -67,3 +68,6 @@ def test_every_kind_of_bar_can_be_drawn_and_none_is_no_error() -> None:
     bars = [GanttBar(kind, 0, 0.0, 1.0, "r0", "x") for kind in ("span", "batch", "hold", "pause", "transfer")]
     for some in (bars, []):
         assert gantt_figure(some, instances, "t").axes
+    named = [*bars, GanttBar("batch", 1, 0.0, 1.0, "")]
+    (legend,) = gantt_figure(named, instances, "t", classes={"r0": "chat"}).legends
+    assert [text.get_text() for text in legend.get_texts()] == ["chat", "decode", "reserved", "paused", "KV moves"]

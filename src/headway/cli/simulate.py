@@ -293,7 +293,9 @@ def _write_first(arguments: argparse.Namespace, name: str, run: ScenarioRun) -> 
         from headway.sim.report import plots
         from headway.sim.report.plots import gantt_figure
 
-        plots.save(gantt_figure(run.cluster.bars, run.cluster.instances, name, arguments.until), arguments.gantt)
+        classes = {record.id: record.klass for record in run.sim.records}
+        figure = gantt_figure(run.cluster.bars, run.cluster.instances, name, arguments.until, classes)
+        plots.save(figure, arguments.gantt)
     if arguments.requests is not None:
         from headway.sim.report.tables import requests_csv
 

@@ -366,14 +366,14 @@ def headlines(options: RunOptions) -> ExperimentReport:
     )
     panels = tuple(
         ReportChart(
-            title=f"P99 queueing of short requests, {regime}",
-            x="model (7B, 14B, 34B, 70B)",
-            y="seconds",
+            title=f"P99 queueing of short requests, load {regime}",
+            x="model",
+            unit="seconds",
             log_y=True,
             lines={
                 system: [
-                    (at, max(1e-3, found))
-                    for at, found in enumerate(runs.values(system, "default", regime, "delay_s").values())
+                    (model, max(1e-3, found))
+                    for model, found in runs.values(system, "default", regime, "delay_s").items()
                 ]
                 for system in systems
             },

@@ -52,6 +52,10 @@ class DurationHistogram:
         """Add the other's durations."""
         self._counts.update(other._counts)
 
+    def remove(self, other: DurationHistogram) -> None:
+        """Take away the other's durations, which were added before."""
+        self._counts.subtract(other._counts)
+
     def quantile(self, share: float) -> float | None:
         """Return the duration below which this share lies, within 5%; None of nothing."""
         left = share * self._counts.total()
@@ -69,6 +73,8 @@ class HistoryBucket:
     number: int
     """Its start, in units of `BUCKET_S` on the feed's clock."""
     ttft: DurationHistogram = field(default_factory=DurationHistogram)
+    long_ttft: DurationHistogram = field(default_factory=DurationHistogram)
+    """Those of long prompts alone."""
     gaps: DurationHistogram = field(default_factory=DurationHistogram)
     met: int = 0
     missed: int = 0
@@ -105,15 +111,20 @@ class LatencyHistory:
         return [bucket.row() for bucket in self._buckets if bucket.number >= since]
 
     def latencies(self, since_s: float) -> dict[str, float | None]:
-        """Return percentiles of TTFT and of gaps over all buckets that begin after a time, in seconds."""
-        ttft, gaps = DurationHistogram(), DurationHistogram()
+        """Return percentiles of TTFT, of short and of long prompts, and of gaps, over all buckets that begin after a
+        time, in seconds."""
+        short, long, gaps = DurationHistogram(), DurationHistogram(), DurationHistogram()
         for bucket in self._buckets:
             if bucket.number * BUCKET_S > since_s:
-                ttft.merge(bucket.ttft)
+                short.merge(bucket.ttft)
+                short.remove(bucket.long_ttft)
+                long.merge(bucket.long_ttft)
                 gaps.merge(bucket.gaps)
         return {
-            "ttft_p50_s": ttft.quantile(0.5),
-            "ttft_p99_s": ttft.quantile(0.99),
+            "short_ttft_p50_s": short.quantile(0.5),
+            "short_ttft_p99_s": short.quantile(0.99),
+            "long_ttft_p50_s": long.quantile(0.5),
+            "long_ttft_p99_s": long.quantile(0.99),
             "tbt_p99_s": gaps.quantile(0.99),
         }
 
@@ -266,6 +277,8 @@ class LiveFeed:
             request.first_token_s = at_s
             request.computed = request.prompt_tokens
             bucket.ttft.add(at_s - request.arrival_s)
+            if request.prompt_tokens > self.long_tokens:
+                bucket.long_ttft.add(at_s - request.arrival_s)
         else:
             gap_s = at_s - request.last_token_s
             bucket.gaps.add(gap_s / count, count)
@@ -326,10 +339,11 @@ class LiveFeed:
         early = sum(one.first_token_s is None for one in self._live.values())
         return early, len(self._live) - early
 
-    def loaded(self, now: float, waiting: int, running: int, kv_share: float | None) -> None:
-        """Note the load of the whole server."""
+    def loaded(self, now: float, kv_share: float | None) -> None:
+        """Note the load of the whole server. Everywhere on the page, what waits has no first token."""
         bucket = self._history.at(now)
-        bucket.waiting, bucket.running, bucket.kv_share = waiting, running, kv_share
+        bucket.waiting, bucket.running = self.counts()
+        bucket.kv_share = kv_share
 
     def name_of(self, name: str) -> str:
         """Return the followed request's id. A cluster adds `#`, the attempt's number, and a mark for each restart."""
@@ -503,7 +517,7 @@ class ServerFeed:
             load.running, load.waiting = stats.running, stats.waiting
             feed.instances = [load]
         total = stats.kv_tokens_total
-        feed.loaded(now, stats.waiting, stats.running, stats.kv_tokens_used / total if total else 0.0)
+        feed.loaded(now, stats.kv_tokens_used / total if total else 0.0)
 
     def _title(self) -> str:
         try:

@@ -127,7 +127,7 @@ def _iteration(step: ReplayedStep, kv_tokens: int) -> Callable[[LiveFeed], None]
         feed.sampled(0, EngineSamples((sample,)))
         used = step.kv_used or 0
         feed.instances[0].kv_used = used
-        feed.loaded(step.end_s, *feed.counts(), used / kv_tokens if step.kv_used is not None else None)
+        feed.loaded(step.end_s, used / kv_tokens if step.kv_used is not None else None)
 
     return happen
 
@@ -289,7 +289,7 @@ class _InstanceBatches:
             feed.sampled(self._instance, samples)
             for name in emitted:
                 feed.tokens(feed.name_of(name), at_s)
-            feed.loaded(at_s, *feed.counts(), None)
+            feed.loaded(at_s, None)
 
         return happen
 

@@ -176,7 +176,7 @@ class ClusterSimulation(EventLoop):
     def _batch_end(self, engine: SimulatedInstance, batch: int) -> None:
         # -1 is the release of stage 0; a batch whose repetitions were cut short completed before this event
         if batch >= 0 and engine.replica.is_in_flight(batch):
-            self._batch_bar(engine)
+            self._batch_bar(engine, batch)
             self.backend.busy.end(engine.group, self.now)
             for track in engine.complete(batch, self.now):
                 controlled = self.controller.requests[track.owner]
@@ -193,19 +193,22 @@ class ClusterSimulation(EventLoop):
             self.bar("transfer", kv_slice.source, kv_slice.began_s, kv_slice.request, f"to {kv_slice.target}")
             self.controller.sent(kv_slice, self.now)
 
-    def _batch_bar(self, engine: SimulatedInstance) -> None:
-        """Keep the bar of a batch that ends; batches without a break between them share one bar."""
+    def _batch_bar(self, engine: SimulatedInstance, batch: int) -> None:
+        """Keep the bar of a batch that ends. Batches of the same prompt without a break between them share one bar, as
+        do those that only decode."""
         if self.bars is None:
             return
+        computed = [(done, name) for name, done, _ in engine.replica.prompt_progress(batch)]
+        # A request that came back to an instance has another id there.
+        longest = max(computed)[1].rstrip("'") if computed else ""
         since, last = self._last_batch.get(engine.index, (self.now, -1))
         group = engine.group
-        if last >= 0 and self.bars[last].end_s == since:
-            # one bar for each instance of the group, next to each other in the list
-            first = self.bars[last].start_s
-            self.bars[last : last + len(group)] = [GanttBar("batch", i, first, self.now, "") for i in group]
+        if last >= 0 and self.bars[last].end_s == since and self.bars[last].request == longest:
+            since = self.bars[last].start_s
         else:
             last = len(self.bars)
-            self.bars += [GanttBar("batch", i, since, self.now, "") for i in group]
+        # one bar for each instance of the group, next to each other in the list
+        self.bars[last : last + len(group)] = [GanttBar("batch", i, since, self.now, longest) for i in group]
         self._last_batch[engine.index] = (self.now, last)
 
     def bar(self, kind: BarKind, instance: int, start_s: float, request: str, note: str = "") -> None:

@@ -251,13 +251,13 @@ class GanttBar(NamedTuple):
     """One bar of a Gantt chart."""
 
     kind: BarKind
-    """"batch": a stretch of scheduler iterations without a break."""
+    """"batch": a stretch of scheduler iterations of one prompt, or of decodes, without a break."""
     instance: int
     """Instance id; of a transfer, the sender."""
     start_s: float
     end_s: float
     request: str
-    """Empty for batches."""
+    """Of batches the one whose prompt advanced furthest; empty where all only decoded."""
     note: str = ""
     """The target of a transfer, or the tokens of a span."""
 

@@ -60,11 +60,12 @@ const tiles = (told) => {
   const met = minute.reduce((sum, row) => sum + row[10], 0), missed = minute.reduce((sum, row) => sum + row[11], 0);
   const kept = met + missed ? met / (met + missed) : null;
   const rate = (place) => latest(charts.recent(12).slice(0, -1).map((row) => row[place]));
+  const both = (kind) => ["p50", "p99"].map((cut) => seconds(told.minute[`${kind}_ttft_${cut}_s`])).join(" / ");
   const shown = [
-    [count(told.waiting), "waiting", told.waiting > 20 ? "bad" : ""],
+    [count(told.waiting), "wait for a first token", told.waiting > 20 ? "bad" : ""],
     [count(told.running), "decoding"],
-    [seconds(told.minute.ttft_p50_s), "TTFT, median"],
-    [seconds(told.minute.ttft_p99_s), "TTFT, P99"],
+    [both("short"), "TTFT, short prompts: P50 / P99"],
+    [both("long"), "TTFT, long prompts: P50 / P99"],
     [seconds(told.minute.tbt_p99_s), "TBT, P99"],
     [share(kept), met + missed ? `of ${count(met + missed)} SLOs kept` : "SLOs: none asked", kept === null ? "" : kept < 0.9 ? "bad" : "good"],
     [`${count(rate(8))} + ${count(rate(9))}`, "tokens/s in + out"],
