@@ -25,12 +25,10 @@ def routes(draw: st.DrawFn) -> list[ChunkSpec]:
     for _ in range(draw(st.integers(1, 4))):
         size = draw(st.sampled_from([n for n in (1, 2, 3, 4) if n >= size]))
         ranks = size * tp
-        attn = draw(st.sampled_from(["ring", "ulysses"] if ranks in (1, 2, 4, 8) else ["ring"]))
+        attn = draw(st.sampled_from(["ring", "ulysses"] if tp == 1 and ranks in (1, 2, 4) else ["ring"]))
         node = draw(
             st.sampled_from([None] + [n for n in range(tp, ranks + 1, tp) if ranks % n == 0 and n in (1, 2, 4, 8)])
         )
-        if attn == "ulysses" and node is None and ranks not in (1, 2, 4, 8):
-            attn = "ring"
         tokens = draw(st.integers(1, 20))
         group = SpGroup(tuple(range(10, 10 + ranks)), tp, node)
         order = draw(st.sampled_from(ORDERS))

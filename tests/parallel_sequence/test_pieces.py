@@ -74,8 +74,6 @@ ROUTES: dict[str, tuple[int, list[Part]]] = {
     "ulysses of more ranks than KV heads": (1, [Part(61, 8, "ulysses"), Part(50, 8, "ulysses")]),
     "tp2 megatron+megatron": (2, [Part(41, 2, "megatron", "megatron"), Part(60, 4, "megatron", "megatron")]),
     "tp2 megatron+ulysses": (2, [Part(41, 2, "megatron", "ulysses"), Part(60, 4, "megatron", "ulysses")]),
-    "tp2 ulysses+megatron": (2, [Part(41, 2, "ulysses", "megatron"), Part(60, 4, "ulysses", "megatron")]),
-    "tp2 ulysses+ulysses": (2, [Part(41, 2, "ulysses", "ulysses"), Part(60, 4, "ulysses", "ulysses")]),
 }  # fmt: skip
 
 

@@ -169,6 +169,10 @@ def check_target(step: ExchangeRows) -> None:
             lambda: ChunkPlan(ChunkSpec(0, 4, SpGroup((0, 1, 2)), Strategy(attn="ulysses")), EMPTY, SMALL_CONFIG),
             "ulysses over 3",
         ),
+        (
+            lambda: ChunkPlan(ChunkSpec(0, 4, SpGroup((0, 1), 2), Strategy(attn="ulysses")), EMPTY, SMALL_CONFIG),
+            "ulysses is for instances of one process",
+        ),
         (lambda: ChunkPlan(ChunkSpec(4, 8, SpGroup((0,))), EMPTY, SMALL_CONFIG), "chunk start 4"),
         (lambda: ChunkPlan(ChunkSpec(0, 4, SpGroup((0,))), EMPTY, SMALL_CONFIG, wanted=[4]), "wanted"),
         (

@@ -94,8 +94,9 @@ class SpGroup(msgspec.Struct, frozen=True):
 class ChunkSpec(msgspec.Struct, frozen=True):
     """One chunk of a prompt: tokens [start, end) on a group, with a strategy. The data that a span carries.
 
-    Strategies: `ulysses` is Ulysses. `ring`, `megatron` and `local` are one form: activations are gathered within a TP
-    region and KV is passed round a ring of regions. Nothing is gathered at tp 1, and nothing is passed with one region.
+    Strategies: `ulysses` is Ulysses, for tp 1. `ring`, `megatron` and `local` are one form: activations are gathered
+    within a TP region and KV is passed round a ring of regions. Nothing is gathered at tp 1, and nothing is passed
+    with one region.
     """
 
     start: int
@@ -148,6 +149,8 @@ class ChunkSpec(msgspec.Struct, frozen=True):
 
     def check(self, config: DecoderConfig) -> None:
         """Raise ConfigError where the model's heads cannot be cut so."""
+        if self.group.tp > 1 and self.strategy.attn == "ulysses":
+            raise ConfigError("attn: ulysses is for instances of one process; of others each rank keeps its own heads")
         for name, ranks in (("tp", self.group.tp), ("ulysses", self.width)):
             if not divides(config, ranks):
                 raise ConfigError(

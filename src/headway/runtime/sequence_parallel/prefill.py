@@ -8,7 +8,6 @@ same calls with the same arguments. The KV that it leaves on the ranks is sent o
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -94,7 +93,7 @@ class StepExecutor:
         self._kv_heads = shard.pool.kv_heads
         self._moved = 0
         self._moving: Callable[[], None] | None = None
-        self._fetching: deque[list[tuple[str, Callable[[], Tensor]]]] = deque()
+        self._fetching: dict[str, Callable[[], Tensor]] = {}
         self._whole: dict[str, Tensor] = {}
         self._rotary: dict[int, RotaryTable] = {}
         self.look: Callable[[], None] = lambda: None
@@ -123,12 +122,9 @@ class StepExecutor:
             self._handlers[type(step)](step, layer)
 
     def settle(self) -> None:
-        """Before a pause: nothing stays under way, and no weights but this rank's own are kept."""
+        """Before a pause: nothing stays under way. Weights are gathered and used within a layer."""
         if self._moving is not None:
             self._finish_history(FinishHistory(), 0)
-        while self._fetching:
-            self._finish_weights(FinishWeights(), 0)
-        self._whole.clear()
 
     @property
     def moved_layers(self) -> int:
@@ -166,9 +162,8 @@ class StepExecutor:
         return self._rotary[id(step)]
 
     def _heads(self, step: ProjectHeads, layer: int) -> None:
-        held, kv_heads = self._layer(layer), (self._config if step.whole else self._decoder.config).kv_heads
-        qkv = self._matrix("qkv", held.qkv, step.whole)
-        stacked = heads(self.registers.take(step.source), qkv, held, kv_heads, self._table(step), self._config)
+        held, kv_heads = self._layer(layer), self._decoder.config.kv_heads
+        stacked = heads(self.registers.take(step.source), held.qkv, held, kv_heads, self._table(step), self._config)
         self.registers[step.target] = stacked.flatten(1)
 
     def _layer_of(self, step: WholeLayer, layer: int) -> None:
@@ -202,8 +197,7 @@ class StepExecutor:
         return stacked[:, :queries].transpose(0, 1), self._shard.block(layer, step.past + stacked.shape[0])
 
     def _out(self, step: ProjectOutput, layer: int) -> None:
-        matrix = self._matrix("out", self._layer(layer).out, step.whole)
-        self.registers[step.target] = matrix(self.registers.take(step.source))
+        self.registers[step.target] = self._layer(layer).out(self.registers.take(step.source))
 
     def _feed(self, step: FeedForward, layer: int) -> None:
         held = self._layer(layer)
@@ -220,12 +214,7 @@ class StepExecutor:
         self.registers[step.target] = head(self.registers.take(step.source)).float()
 
     def _start_weights(self, step: StartWeights, layer: int) -> None:
-        # `ahead` is a bool: 1 prefetches the next layer; there is nothing to fetch behind the last.
-        layer += step.ahead
-        if layer == self._config.layers:
-            return
         held = self._layer(layer)
-        begun = []
         for part in step.parts:
             _, name, kind = part.source.split(".")
             linear: PackedLinear = getattr(held, name)
@@ -233,12 +222,11 @@ class StepExecutor:
             if source is None:  # the bias of a sum is held by the first rank alone
                 source = held.attention_norm.new_empty(0, 1)
             matrix = source if source.dim() == 2 else source.unsqueeze(1)
-            begun.append((part.target, start_exchange(self._transport, part, matrix, MessageStream.WEIGHTS)))
-        self._fetching.append(begun)
+            self._fetching[part.target] = start_exchange(self._transport, part, matrix, MessageStream.WEIGHTS)
 
     def _finish_weights(self, step: FinishWeights, layer: int) -> None:
-        for target, finish in self._fetching.popleft():
-            self._whole[target] = finish()
+        self._whole = {target: finish() for target, finish in self._fetching.items()}
+        self._fetching.clear()
 
     def _start_history(self, step: StartHistory, layer: int) -> None:
         layer += step.ahead

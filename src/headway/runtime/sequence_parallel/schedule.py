@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from headway.core.errors import ConfigError
-from headway.runtime.model.config import WHOLE as WHOLE_MODEL
 from headway.runtime.model.config import DecoderConfig, ModelShard
 from headway.runtime.sequence_parallel.layout import (
     ChunkSpec,
@@ -120,8 +119,6 @@ def ring(member: int, fresh: Sequence[Positions], past: Sequence[int]) -> tuple[
 
 ROWS = "rows"
 
-Matrix = Literal["qkv", "out", "gate_up", "down"]
-
 
 class RegisterSlice(NamedTuple):
     """A rectangle of a register."""
@@ -179,12 +176,11 @@ class NormRows:
 
 @dataclass(frozen=True, slots=True)
 class ProjectHeads:
-    """Rows to rotated query, key and value heads, of this rank's weights or of whole ones."""
+    """Rows to rotated query, key and value heads."""
 
     source: str
     target: str
     positions: Positions
-    whole: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,12 +227,11 @@ class ProjectOutput:
 
     source: str
     target: str
-    whole: bool
 
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """The MLP."""
+    """The MLP, of this rank's weights or, `whole`, of those that were gathered."""
 
     source: str
     target: str
@@ -272,15 +267,14 @@ class WholeLayer:
 
 @dataclass(frozen=True, slots=True)
 class StartWeights:
-    """Begin to gather a stage's whole weights, of this layer or (`ahead`) of the next."""
+    """Begin to gather the whole weights of this layer's MLP."""
 
     parts: tuple[ExchangeRows, ...]
-    ahead: bool
 
 
 @dataclass(frozen=True, slots=True)
 class FinishWeights:
-    """Wait for the weights whose gathering began first."""
+    """Wait for the gathered weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,113 +440,62 @@ class _RowOffsets:
         return self._at[index]
 
 
-# Gathering a stage's whole weights within a TP region, for Ulysses (PecSched §5.3, steps 1 and 4). Pure data.
+# Gathering the MLP's whole weights within a TP region (PecSched §5.3, step 4). Pure data.
 
 OWN, WHOLE = "own", "whole"
 
 
-def gathered_weights(
-    config: DecoderConfig, group: SpGroup, index: int, stage: Literal["attention", "mlp"]
-) -> tuple[ExchangeRows, ...]:
+def gathered_weights(config: DecoderConfig, group: SpGroup, index: int) -> tuple[ExchangeRows, ...]:
     """From registers `own.<matrix>.weight` and `own.<matrix>.bias` of the region's ranks to `whole.…` on each."""
-    hidden, tp = config.hidden_size, group.tp
-    first, second = _MATRICES[stage]
-    size, inner = _outputs(config, first), len(_inputs(config, second, WHOLE_MODEL))
+    hidden, size, tp = config.hidden_size, config.mlp_size, group.tp
 
     def make(name: str, shape: tuple[int, int], between: Between) -> ExchangeRows:
         return exchange(f"{OWN}.{name}", f"{WHOLE}.{name}", shape, index, group.region(index), group.ranks, between)
 
+    def held(i: int) -> range:
+        return ModelShard(i % tp, tp).mlp(config)
+
     def rows(width: int) -> Between:
-        def between(i: int, j: int) -> Pairs:
-            taken = _taken(config, tp, first, i % tp, j % tp)
+        def between(i: int, _: int) -> Pairs:
+            own = held(i)
+            # Gate's rows, then those of up, in the rank's own matrix as in the whole one.
+            places = [(part * len(own), part * size + own.start) for part in (0, 1)]
             return (
-                tuple(RegisterSlice(own.start, own.stop, 0, width) for own, _ in taken),
-                tuple(RegisterSlice(whole.start, whole.stop, 0, width) for _, whole in taken),
+                tuple(RegisterSlice(at, at + len(own), 0, width) for at, _ in places),
+                tuple(RegisterSlice(at, at + len(own), 0, width) for _, at in places),
             )
 
         return between
 
     def columns(i: int, _: int) -> Pairs:
-        held = _inputs(config, second, ModelShard(i % tp, tp))
-        return (RegisterSlice(0, hidden, 0, len(held)),), (RegisterSlice(0, hidden, held.start, held.stop),)
+        own = held(i)
+        return (RegisterSlice(0, hidden, 0, len(own)),), (RegisterSlice(0, hidden, own.start, own.stop),)
 
     def from_first(i: int, _: int) -> Pairs:
         cut = (RegisterSlice(0, hidden, 0, 1),)
         # The bias of a summed layer is held by the first rank of the region alone (`model.loading`).
-        return (cut, cut) if i % tp == 0 else ((), ())
+        return (cut, cut) if i % tp == 0 else NOTHING
 
-    parts = [make(f"{first}.weight", (size, hidden), rows(hidden)), make(f"{second}.weight", (hidden, inner), columns)]
-    if config.qkv_bias if stage == "attention" else config.mlp_bias:
-        parts.append(make(f"{first}.bias", (size, 1), rows(1)))
-    if config.out_bias if stage == "attention" else config.mlp_bias:
-        parts.append(make(f"{second}.bias", (hidden, 1), from_first))
+    parts = [make("gate_up.weight", (2 * size, hidden), rows(hidden)), make("down.weight", (hidden, size), columns)]
+    if config.mlp_bias:
+        parts += [make("gate_up.bias", (2 * size, 1), rows(1)), make("down.bias", (hidden, 1), from_first)]
     return tuple(parts)
-
-
-_MATRICES: dict[str, tuple[Matrix, Matrix]] = {"attention": ("qkv", "out"), "mlp": ("gate_up", "down")}
-
-
-def _outputs(config: DecoderConfig, matrix: Matrix) -> int:
-    """Rows of a whole matrix whose outputs are cut."""
-    return 2 * config.mlp_size if matrix == "gate_up" else (config.q_heads + 2 * config.kv_heads) * config.head_dim
-
-
-def _inputs(config: DecoderConfig, matrix: Matrix, shard: ModelShard) -> range:
-    """A shard's columns of a matrix whose inputs are cut."""
-    return shard.mlp(config) if matrix == "down" else _scaled(shard.q_heads(config), config.head_dim)
-
-
-def _taken(config: DecoderConfig, tp: int, matrix: Matrix, source: int, target: int) -> list[tuple[range, range]]:
-    """Rows of rank `source`'s own matrix that `target` takes from it, with their place in the whole one.
-
-    A KV head that several ranks hold comes from the target itself, else from the first of them.
-    """
-    shard = ModelShard(source, tp)
-    if matrix == "gate_up":
-        own, size = shard.mlp(config), config.mlp_size
-        return [(_moved(own, part * len(own) - own.start), _moved(own, part * size)) for part in (0, 1)]
-    dim, q, kv = config.head_dim, shard.q_heads(config), shard.kv_heads(config)
-    owner = _owner(config, tp, target)
-    # With more ranks than KV heads a head has several holders: exactly one of them gives it.
-    given = [head for head in kv if owner(head) == source]
-    taken = [(_scaled(range(len(q)), dim), _scaled(q, dim))]
-    for part in (0, 1):
-        # Rows are queries, then keys (part 0), then values (part 1), in the rank's own matrix as in the whole one.
-        at, whole = len(q) + part * len(kv) - kv.start, config.q_heads + part * config.kv_heads
-        taken += [
-            (_scaled(range(at + h, at + h + 1), dim), _scaled(range(whole + h, whole + h + 1), dim)) for h in given
-        ]
-    return taken
-
-
-def _owner(config: DecoderConfig, tp: int, target: int) -> Callable[[int], int]:
-    held = [ModelShard(rank, tp).kv_heads(config) for rank in range(tp)]
-
-    def owner(head: int) -> int:
-        return target if head in held[target] else next(rank for rank in range(tp) if head in held[rank])
-
-    return owner
-
-
-def _scaled(heads: range, dim: int) -> range:
-    return range(heads.start * dim, heads.stop * dim)
-
-
-def _moved(rows: range, by: int) -> range:
-    return range(rows.start + by, rows.stop + by)
 
 
 # Plan of one chunk on every rank: its rows, the layout of its KV, and the steps of a layer. Pure data.
 #
-# The four combinations of fast SP (PecSched §5.3) differ in nothing but these lists. Each rank keeps a slice of the
-# rows of its ring member, the member's ranks being a TP region or, under Ulysses, a node.
+# The combinations of fast SP (PecSched §5.3) differ in nothing but these lists. Each rank keeps a slice of the rows of
+# its ring member, the member's ranks being a TP region or, under Ulysses, a node.
 #
-# attention, Megatron form gather rows in the region, own heads of them, ring between regions, scatter the sums
-# attention, Ulysses whole weights, all heads of own rows, all-to-all to own heads, ring between nodes, all-to-all MLP,
-# Megatron form gather rows in the region, own slice of the MLP, scatter the sums MLP, Ulysses whole weights, own rows
+# attention, Megatron form: gather rows in the region, own heads of them, ring between regions, scatter the sums
+# attention, Ulysses (tp 1): all heads of own rows, all-to-all to own heads, ring between nodes, all-to-all
+# MLP, Megatron form: gather rows in the region, own slice of the MLP, scatter the sums
+# MLP, Ulysses: whole weights, own rows
 #
-# Weights begin to travel one stage ahead; KV of earlier chunks begins to move for the next layer once the ring of this
-# one is done (Tetris §4.1), so that both overlap with linear layers.
+# Ulysses attention with tp above 1, for which every rank would gather the attention's whole weights, is refused.
+#
+# The MLP's weights begin to travel before the attention; KV of earlier chunks begins to move for the next layer once
+# the ring of this one is done (Tetris §4.1), so that both overlap with linear layers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -618,17 +561,13 @@ class _RankPlanner:
         self._region = np.concatenate([chunk.rows[i] for i in self._group.region(index)])
         self._cut = self._group.tp > 1
         self._ulysses = self._spec.strategy.attn == "ulysses"
-        self._whole_attention = self._cut and self._ulysses
         self._whole_mlp = self._cut and self._spec.strategy.mlp == "ulysses"
 
     def plan(self) -> RankPlan:
         # Later layers are prefetched within the layer before; the first layer has none before it.
-        fetch: list[Step] = [StartHistory(ahead=False)]
-        if self._whole_attention:
-            fetch.append(self._weights("attention", ahead=False))
         return RankPlan(
             tuple(self._enter()),
-            tuple(fetch),
+            (StartHistory(ahead=False),),
             (*self._attention(), *self._mlp()) if self._cut else (self._whole_layer(),),
             tuple(self._leave()),
             not self._index and bool(self._chunk.wanted),
@@ -651,25 +590,18 @@ class _RankPlanner:
         return WholeLayer(rows, "all heads", "all mixed", (to_heads, *self._ring("heads", "mixed"), to_rows))
 
     def _attention(self) -> list[Step]:
-        steps: list[Step] = [self._weights("mlp", ahead=False)] if self._whole_mlp else []
-        steps.append(NormRows("attention", ROWS, "normed"))
-        if not self._ulysses:
-            steps += self._gathered("normed")
-            steps.append(ProjectHeads(self._name("normed"), "heads", self._region, False))
-            steps += self._ring("heads", "mixed")
-            steps.append(ProjectOutput("mixed", "change", False))
-            steps += self._scattered("change")
-            return [*steps, AddRows(self._name("change"))]
-        # Whole weights and own rows only: no gather, but all-to-alls around the ring.
-        steps += [FinishWeights(), ProjectHeads("normed", "all heads", self._chunk.rows[self._index], True)]
-        steps.append(self._exchanges.to_heads("all heads", "heads"))
-        steps += self._ring("heads", "mixed")
-        steps.append(self._exchanges.to_rows("mixed", "all mixed"))
+        steps: list[Step] = []
+        if self._whole_mlp:
+            steps.append(StartWeights(gathered_weights(self._chunk.config, self._group, self._index)))
         return [
             *steps,
-            ProjectOutput("all mixed", "change", True),
+            NormRows("attention", ROWS, "normed"),
+            self._exchanges.gather("normed", "region's normed"),
+            ProjectHeads("region's normed", "heads", self._region),
+            *self._ring("heads", "mixed"),
+            ProjectOutput("mixed", "sums"),
+            self._exchanges.scatter("sums", "change"),
             AddRows("change"),
-            self._weights("attention", ahead=True),
         ]
 
     def _ring(self, source: str, target: str) -> list[Step]:
@@ -696,13 +628,16 @@ class _RankPlanner:
         return [FinishHistory(), attend, StartHistory(ahead=True)]
 
     def _mlp(self) -> list[Step]:
-        steps: list[Step] = [NormRows("mlp", ROWS, "normed")]
+        normed = NormRows("mlp", ROWS, "normed")
         if self._whole_mlp:
-            return [*steps, FinishWeights(), FeedForward("normed", "change", True), AddRows("change")]
-        steps += self._gathered("normed")
-        steps.append(FeedForward(self._name("normed"), "change", False))
-        steps += self._scattered("change")
-        return [*steps, AddRows(self._name("change"))]
+            return [normed, FinishWeights(), FeedForward("normed", "change", True), AddRows("change")]
+        return [
+            normed,
+            self._exchanges.gather("normed", "region's normed"),
+            FeedForward("region's normed", "sums", False),
+            self._exchanges.scatter("sums", "change"),
+            AddRows("change"),
+        ]
 
     def _leave(self) -> list[Step]:
         if not self._chunk.wanted:
@@ -712,16 +647,3 @@ class _RankPlanner:
             steps += [NormRows("final", "last", "normed"), ComputeLogits("normed", "words")]
             steps.append(self._exchanges.logits("words", LOGITS, len(self._chunk.wanted)))
         return steps
-
-    def _weights(self, stage: Literal["attention", "mlp"], ahead: bool) -> Step:
-        return StartWeights(gathered_weights(self._chunk.config, self._group, self._index, stage), ahead)
-
-    def _gathered(self, register: str) -> list[Step]:
-        return [self._exchanges.gather(register, self._name(register))] if self._cut else []
-
-    def _scattered(self, register: str) -> list[Step]:
-        return [self._exchanges.scatter(register, self._name(register))] if self._cut else []
-
-    def _name(self, register: str) -> str:
-        """Return a register's name after the region's exchange, where there is one."""
-        return f"region's {register}" if self._cut else register

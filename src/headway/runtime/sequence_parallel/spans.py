@@ -99,8 +99,6 @@ class SpanExecutor:
         for instance in run.group:
             if (ranks := self._peers.ranks_of(instance)) != tp:
                 raise ConfigError(f"group {run.group}: instance {instance} is {ranks} processes, and this one is {tp}")
-        if tp > 1 and run.strategy.attn == "ulysses":
-            raise ConfigError("attn: ulysses is for instances of one process; of others each rank keeps its own heads")
         chunks = chunks_of(run, compute.preemptible, tp)
         line = self._peers.line(name, chunks[0].group.ranks)
         earlier = [chunks_of(one, tp=tp) for one in compute.before]
