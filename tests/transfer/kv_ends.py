@@ -10,13 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from headway.kv.allocator import slots_of
-from headway.runtime.engine.protocol import PeerAddress
+from headway.runtime.engine.protocol import KvArrived, PeerAddress, SpanTaskLost
 from headway.runtime.kv_transfer.connector import (
     Bytes,
-    KvLost,
     KvPart,
     KvPlace,
-    KvReceived,
     SaveKv,
     make_connector,
 )
@@ -50,8 +48,8 @@ class End:
             self.connector = make_connector(connector, self.peers, self.rung.set, kv_heads, ranks)
         rng = np.random.default_rng(number)
         self.cache: Bytes = rng.integers(0, 255, (LAYERS, 2, len(heads), SLOTS, VECTOR), dtype=np.uint8)
-        self.received: list[KvReceived] = []
-        self.lost: list[KvLost] = []
+        self.received: list[KvArrived] = []
+        self.lost: list[SpanTaskLost] = []
 
     def open(self, request: str, tokens: int, runs: tuple[tuple[int, int], ...]) -> None:
         self.connector.update_state_after_alloc(request, KvPlace(self.cache, self.heads, tokens, runs))
@@ -66,9 +64,11 @@ class End:
         self.connector.finish_save(save)
 
     def look(self) -> None:
-        received, lost = self.connector.get_finished()
-        self.received += received
-        self.lost += lost
+        for end in self.connector.get_finished():
+            if isinstance(end, KvArrived):
+                self.received.append(end)
+            else:
+                self.lost.append(end)
 
     def until(self, true: Callable[[], bool], within_s: float = 10.0) -> None:
         end_s = time.monotonic() + within_s

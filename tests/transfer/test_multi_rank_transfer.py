@@ -37,13 +37,13 @@ def test_a_reservation_counts_only_messages_of_its_own_life() -> None:
         ranks._hear(rank, KvArrived("r", 1, 5, 0.0, 1.0, True, first))
     assert not ranks.opened()
     assert ranks.awaits("r")
-    assert not ranks.finished().received
+    assert not ranks.finished()
     for rank in (0, 1):
         ranks._hear(rank, ReserveKv("r", 20, second))
         ranks._hear(rank, KvArrived("r", 2, 5, 0.0, 1.0, True, second))
     assert ranks.opened() == ["r"]
     assert not ranks.awaits("r")
-    assert [received.piece for received in ranks.finished().received] == [2]
+    assert [end.piece for end in ranks.finished() if isinstance(end, KvArrived)] == [2]
 
 
 def test_a_forgotten_reservation_is_not_reported() -> None:

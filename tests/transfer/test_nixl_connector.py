@@ -94,7 +94,7 @@ def test_a_killed_sender_is_reported_and_its_next_incarnation_is_read(tmp_path: 
             child.send_signal(signal.SIGKILL)
             child.wait()
         end.until(lambda life=life: len(end.lost) == life + 1)
-        assert end.lost[-1].request == "b"
+        assert end.lost[-1].id == "b"
         for name in "ab":
             end.connector.forget(name)
         end.cache[:] = 0

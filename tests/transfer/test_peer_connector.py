@@ -52,7 +52,7 @@ def test_a_slice_arrives_completely_and_is_reported_once(make: Make) -> None:
     sender.save(SaveKv("a", 7, 1), sender.part(positions, positions + 3))
     receiver.until(lambda: bool(receiver.received))
     (got,) = receiver.received
-    assert (got.request, got.piece, got.source) == ("a", 7, 0)
+    assert (got.id, got.piece, got.source) == ("a", 7, 0)
     assert got.began_s <= got.ended_s
     assert np.array_equal(receiver.held(runs, 40, range(2)), sender.cache[:, :, :, 3:43])
     untouched = np.setdiff1d(np.arange(SLOTS), [*range(50, 80), *range(10, 20)])
@@ -167,7 +167,7 @@ def test_forgotten_kv_is_neither_written_nor_reported(make: Make) -> None:
     receiver.open("b", 40, ((40, 40),))
     sender.save(SaveKv("b", 2, 1), sender.part(positions, positions))
     receiver.until(lambda: bool(receiver.received))
-    assert [got.request for got in receiver.received] == ["b"]
+    assert [got.id for got in receiver.received] == ["b"]
     assert np.array_equal(receiver.cache[:, :, :, :40], before[:, :, :, :40])
     assert receiver.connector.get_num_new_matched_tokens("a") is None
     sender.connector.forget("b")
@@ -206,10 +206,10 @@ def test_a_lost_peer_is_reported_on_both_sides(make: Make) -> None:
         end.peers.meet([PeerAddress(end.number, 0, end.peers.address) for end in (receiver, other)])
     sender.peers.close()
     receiver.until(lambda: bool(receiver.lost))
-    assert [lost.request for lost in receiver.lost] == ["a"]
+    assert [lost.id for lost in receiver.lost] == ["a"]
     other.save(SaveKv("c", 3, 0), other.part(positions, positions))
     other.until(lambda: bool(other.lost))
-    assert [lost.request for lost in other.lost] == ["c"]
+    assert [lost.id for lost in other.lost] == ["c"]
     assert "instance 0" in other.lost[0].why
 
 
@@ -249,7 +249,7 @@ def test_a_slice_that_was_not_read_is_lost_to_its_sender(make: Make) -> None:
     assert sender.lost == []
     receiver.peers.close()
     sender.until(lambda: bool(sender.lost))
-    assert [lost.request for lost in sender.lost] == ["b"]
+    assert [lost.id for lost in sender.lost] == ["b"]
 
 
 @pytest.mark.parametrize("fault", ["heads", "layer", "tokens", "bytes"])
@@ -268,7 +268,7 @@ def test_a_body_that_does_not_fit_its_place_is_lost_and_harms_no_other(make: Mak
         part = sender.part(positions, positions, range(2))
     sender.connector.save_kv_layer(SaveKv("a", 1, 1), LAYERS + 1 if fault == "layer" else 0, part)
     receiver.until(lambda: bool(receiver.lost))
-    assert receiver.lost[0].request == "a"
+    assert receiver.lost[0].id == "a"
     assert "instance 0 has sent what cannot be kept" in receiver.lost[0].why
     assert np.array_equal(receiver.cache, before)
     sender.connector.finish_save(SaveKv("b", 2, 1))

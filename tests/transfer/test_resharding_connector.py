@@ -80,7 +80,7 @@ def test_each_rank_gets_its_heads_and_a_slice_is_reported_once(make: Make, sourc
         source.save(SaveKv("r", piece, 1), positions, positions + 40)
     target.until(lambda rank: len(rank.received) == 2)
     for rank in target.ranks:
-        assert [(got.request, got.piece, got.source) for got in rank.received] == [("r", 0, 0), ("r", 1, 0)]
+        assert [(got.id, got.piece, got.source) for got in rank.received] == [("r", 0, 0), ("r", 1, 0)]
         assert all(got.began_s <= got.ended_s for got in rank.received)
         assert rank.connector.get_num_new_matched_tokens("r") == 33
         held = rank.held(runs, 33, rank.heads)
@@ -138,5 +138,5 @@ def test_a_lost_rank_is_reported_by_the_waiting_rank(make: Make) -> None:
         return bool(target.ranks[1].lost)
 
     until(has_lost)
-    assert [lost.request for lost in target.ranks[1].lost] == ["r"]
+    assert [lost.id for lost in target.ranks[1].lost] == ["r"]
     assert target.ranks[1].received == []

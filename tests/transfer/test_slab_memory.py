@@ -106,7 +106,7 @@ def test_a_request_forgotten_while_waiting_leaves_its_room_to_the_rest(ends: tup
         sender.peers.forget("a")
         sender.save(SaveKv("b", 2, 1), sender.part(POSITIONS, POSITIONS))
     receiver.until(lambda: bool(receiver.received))
-    assert [got.request for got in receiver.received] == ["b"]
+    assert [got.id for got in receiver.received] == ["b"]
     assert np.array_equal(receiver.cache, sender.cache)
     assert sender.lost == receiver.lost == []
 
@@ -171,7 +171,7 @@ def test_another_connection_has_other_memory(ends: tuple[End, End]) -> None:
         first = outlet(sender)._memory.number
         receiver.peers._connections[0].end("it was cut")
         sender.until(lambda: bool(sender.lost))
-    assert [lost.request for lost in sender.lost] == ["a"]
+    assert [lost.id for lost in sender.lost] == ["a"]
     for end in ends:
         end.connector.forget("a")
     receiver.open("b", SLOTS, ((0, SLOTS),))
@@ -254,7 +254,7 @@ def test_a_receiver_killed_with_full_slabs_is_reported_and_leaves_nothing(tmp_pa
         end.connector.wait_for_save("a")
         child.send_signal(signal.SIGKILL)
         end.until(lambda: bool(end.lost))
-        assert [lost.request for lost in end.lost] == ["a"]
+        assert [lost.id for lost in end.lost] == ["a"]
         assert "instance 1" in end.lost[0].why
     finally:
         child.kill()

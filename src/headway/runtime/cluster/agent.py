@@ -28,7 +28,6 @@ from headway.runtime.engine.protocol import (
     AbortRequest,
     ComputeSpan,
     FromInstance,
-    KvArrived,
     MeetPeers,
     PauseRequest,
     PeerLostError,
@@ -128,12 +127,10 @@ class KvConnectorScheduler:
         """Return the messages for the controller. Called once in every turn of the loop."""
         for name in self._port.sending():
             self._advance(name)
-        received, lost = self._port.finished()
         # `ReserveKv` only once the worker's side is open: a sender may push as soon as it is sent.
-        words, self._words = self._words, []
+        words, self._words, ended = self._words, [], self._port.finished()
         words += [self._asked.pop(name) for name in self._port.opened() if name in self._asked]
-        words += [KvArrived(*one) for one in received]
-        words += [SpanTaskLost(one.request, one.why, None if one.end is None else instance_of(one.end)) for one in lost]
+        words += ended
         if self._block_manager.pending_ops > _UNTOLD:
             self._replay(self._block_manager.drain_ops())
         return words

@@ -586,7 +586,7 @@ class SpanTaskLost(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The instance to which the loss is attributed: one that cannot be reached from here, or this one, where something
     has failed; None: neither."""
     transfer: bool = False
-    """From a rank, of which `by` names the end: it is a transfer (`connector.KvLost`)."""
+    """Whether it is a transfer: nothing more of the request's KV comes or goes here."""
 
 
 class KvArrived(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -604,6 +604,9 @@ class KvArrived(msgspec.Struct, frozen=True, array_like=True, tag=True):
     serial: int = 0
     """From a rank: of the `ReserveKv` whose blocks it has filled."""
 
+
+TransferEnd = KvArrived | SpanTaskLost
+"""How a transfer ends at an instance."""
 
 ToInstance = MeetPeers | SubmitRequest | ComputeSpan | PauseRequest | ResumeSpan | ReserveKv | SendKv
 FromInstance = SpanTaskDone | SpanTaskPaused | SpanTaskLost | ReserveKv | KvArrived

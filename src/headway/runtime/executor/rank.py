@@ -508,12 +508,11 @@ class RankKvTransfer:
             self._rung.clear()
             if self._ends:
                 return
-            received, lost = self._port.finished()
-            for one in received:
-                serial = self._lives.get(one.request, _NO_LIFE)  # before it is asked whether that one's is whole
-                self._aside(KvArrived(*one, whole=not self._port.awaits(one.request), serial=serial))
-            for each in lost:
-                self._aside(SpanTaskLost(*each, transfer=True))
+            for end in self._port.finished():
+                if isinstance(end, KvArrived):
+                    serial = self._lives.get(end.id, _NO_LIFE)  # before it is asked whether that one's is whole
+                    end = msgspec.structs.replace(end, whole=not self._port.awaits(end.id), serial=serial)
+                self._aside(end)
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -60,34 +60,6 @@ class KvPlace:
     runs: tuple[tuple[int, int], ...]
 
 
-class KvReceived(NamedTuple):
-    """A slice has arrived completely.
-
-    Times are CLOCK_MONOTONIC: first and last byte.
-    """
-
-    request: str
-    piece: int
-    source: int
-    began_s: float
-    ended_s: float
-
-
-class KvLost(NamedTuple):
-    """Nothing more of a request will come or go. `end`: of the peer that is gone, where it is that."""
-
-    request: str
-    why: str
-    end: int | None = None
-
-
-class FinishedTransfers(NamedTuple):
-    """Transfers that have ended since the last call."""
-
-    received: list[KvReceived]
-    lost: list[KvLost]
-
-
 log = logging.getLogger("headway.kv_transfer")
 
 NAMES = ("auto", "nixl", "peers")

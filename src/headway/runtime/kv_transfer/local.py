@@ -7,7 +7,7 @@ the controller, not from a look-up of prompts.
 
 A sender copies KV out of its slots into a slab and pushes {request, piece, layer, heads, tokens, slab};
 a thread of the receiver writes it into the reserved slots, gives the slab back, and answers when a piece is complete.
-Computing threads take no part: what is written is read only after `KvReceived`, and slots that are being sent are
+Computing threads take no part: what is written is read only after `KvArrived`, and slots that are being sent are
 copied out before they change.
 
 Every loss is reported on one side at least: a piece without an answer when its connection ends is lost to its sender,
@@ -32,16 +32,23 @@ from msgspec.structs import replace
 from typing_extensions import override
 
 from headway.kv.allocator import SlotRanges, slot_ranges_of
-from headway.runtime.engine.protocol import PeerLostError, end_of, instance_of, named, rank_of, routes
+from headway.runtime.engine.protocol import (
+    KvArrived,
+    PeerLostError,
+    SpanTaskLost,
+    TransferEnd,
+    end_of,
+    instance_of,
+    named,
+    rank_of,
+    routes,
+)
 from headway.runtime.kv_transfer import slab_memory
 from headway.runtime.kv_transfer.connector import (
     Bytes,
-    FinishedTransfers,
     KvBody,
-    KvLost,
     KvPart,
     KvPlace,
-    KvReceived,
     MemoryOffer,
     Note,
     SaveKv,
@@ -115,8 +122,8 @@ class SendLine(Protocol):
 
 
 class SendQueue:
-    """To one end, for as long as `line` is there. `failed(request, why, end)`: see `KvLost`; once for each request of
-    which a piece has not been answered."""
+    """To one end, for as long as `line` is there. `failed(request, why, end)`: see `ReceiveQueue.fail`; once for each
+    request of which a piece has not been answered."""
 
     def __init__(
         self, to: int, line: SendLine, kinds: Sequence[MemoryKind], failed: Callable[[str, str, int | None], None]
@@ -326,8 +333,7 @@ class ReceiveQueue:
         self._wake = wake
         self._gate = threading.Lock()
         self._boxes: dict[str, _RequestPlace] = {}
-        self._received: list[KvReceived] = []
-        self._lost: list[KvLost] = []
+        self._ended: list[TransferEnd] = []
 
     def open(self, request: str, place: KvPlace) -> None:
         """Keep the KV that arrives for a request from now on."""
@@ -365,17 +371,16 @@ class ReceiveQueue:
                 self.fail(request, why, source)
 
     def fail(self, request: str, why: str, end: int | None = None) -> None:
-        """Something of a request cannot be sent or received. See `KvLost`."""
+        """Something of a request cannot be sent or received. end: of the peer that is gone, where it is that."""
         with self._gate:
-            self._lost.append(KvLost(request, why, end))
+            self._ended.append(SpanTaskLost(request, why, None if end is None else instance_of(end), transfer=True))
         self._wake()
 
-    def take(self) -> FinishedTransfers:
+    def take(self) -> list[TransferEnd]:
         """What has come to its end since the last call."""
         with self._gate:
-            found = FinishedTransfers(self._received, self._lost)
-            self._received, self._lost = [], []
-        return found
+            ended, self._ended = self._ended, []
+        return ended
 
     # -- in the threads that write ------------------------------------------------------------------------------------
 
@@ -412,7 +417,7 @@ class ReceiveQueue:
             self.fail(request, f"{coming.bodies} of {note.bodies} messages of {named(source)} have come")
             return False
         with self._gate:
-            self._received.append(KvReceived(request, note.piece, source, coming.began_s, time.monotonic()))
+            self._ended.append(KvArrived(request, note.piece, source, coming.began_s, time.monotonic()))
         self._wake()
         return True
 
@@ -539,7 +544,7 @@ class PeerConnector:
         self._outlets: dict[int, SendQueue] = {}
         self._sources: dict[int, SourceReader] = {}
         self._ways: dict[SaveKv, tuple[SendQueue, list[int]]] = {}
-        self._come: dict[tuple[str, int, int], dict[int, KvReceived]] = {}
+        self._come: dict[tuple[str, int, int], dict[int, KvArrived]] = {}
         peers.handle(self._handle)
         peers.on_lost(self._lose)
 
@@ -592,15 +597,17 @@ class PeerConnector:
         for outlet in self._all():
             outlet.copy(request)
 
-    def get_finished(self) -> FinishedTransfers:
+    def get_finished(self) -> list[TransferEnd]:
         """What has come to its end since the last call."""
-        received, lost = self._inbox.take()
-        whole = []
-        for one in received:
+        whole: list[TransferEnd] = []
+        for one in self._inbox.take():
+            if isinstance(one, SpanTaskLost):
+                whole.append(one)
+                continue
             instance = instance_of(one.source)
-            key = (one.request, one.piece, instance)
+            key = (one.id, one.piece, instance)
             with self._gate:
-                if self._inbox.matched(one.request) is None:  # forgotten since it came
+                if self._inbox.matched(one.id) is None:  # forgotten since it came
                     continue
                 # By rank: a slice is complete once every source rank that sends here has reported its part.
                 come = self._come.setdefault(key, {})
@@ -609,8 +616,8 @@ class PeerConnector:
                 if come.keys() < {rank for rank, target in found if target == self._rank}:
                     continue
                 del self._come[key]
-            whole.append(one._replace(source=instance, began_s=min(each.began_s for each in come.values())))
-        return FinishedTransfers(whole, lost)
+            whole.append(replace(one, source=instance, began_s=min(each.began_s for each in come.values())))
+        return whole
 
     def shutdown(self) -> None:
         """End its threads. The pool is not touched any more."""

@@ -29,10 +29,11 @@ from headway.runtime.engine.protocol import (
     SpanTaskLost,
     SpanTaskPaused,
     SubmitRequest,
+    TransferEnd,
 )
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.executor.plans import InstanceFromRank, SpanFromRank, SpanToRank
-from headway.runtime.kv_transfer.connector import FinishedTransfers, KvLost, KvReceived, SaveKv
+from headway.runtime.kv_transfer.connector import SaveKv
 
 # Each call sends a message to all ranks and returns when all have answered; the loop's own work is done in between.
 # Ranks give the same kinds of answers in the same order, because their parts of a task have the same shape.
@@ -211,8 +212,7 @@ class MultiRankKvTransfer:
         self._life = 0
         self._coming: dict[tuple[str, int, int], dict[int, KvArrived]] = {}
         self._unsent: SendKv | None = None
-        self._received: list[KvReceived] = []
-        self._lost: list[KvLost] = []
+        self._ended: list[TransferEnd] = []
         self.computes = MultiRankSpanExecutor(executor, untold)
         executor.on_control = self._hear
 
@@ -263,11 +263,10 @@ class MultiRankKvTransfer:
     def settle(self, request: str) -> None:
         """Ranks see by themselves when slots are about to be overwritten."""
 
-    def finished(self) -> FinishedTransfers:
+    def finished(self) -> list[TransferEnd]:
         """See `KvPort.finished`."""
-        received, self._received = self._received, []
-        lost, self._lost = self._lost, []
-        return FinishedTransfers(received, lost)
+        ended, self._ended = self._ended, []
+        return ended
 
     def forget(self, request: str) -> None:
         """See `KvPort.forget`."""
@@ -298,7 +297,7 @@ class MultiRankKvTransfer:
         elif isinstance(said, KvArrived):
             self._came(rank, said)
         elif isinstance(said, SpanTaskLost) and said.transfer:
-            self._lost.append(KvLost(said.id, said.why, said.by))
+            self._ended.append(said)
         else:
             self.computes.on_message(rank, said)
 
@@ -312,7 +311,7 @@ class MultiRankKvTransfer:
         if come.keys() == self._ranks:
             del self._coming[said.id, said.piece, said.source]
             began_s, ended_s = min(one.began_s for one in come.values()), max(one.ended_s for one in come.values())
-            self._received.append(KvReceived(said.id, said.piece, said.source, began_s, ended_s))
+            self._ended.append(msgspec.structs.replace(said, began_s=began_s, ended_s=ended_s))
 
 
 class MultiRankPeers:

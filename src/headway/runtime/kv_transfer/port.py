@@ -16,9 +16,9 @@ import torch
 from headway.core.errors import ConfigError
 from headway.kv.allocator import slots_of
 from headway.runtime.attention.kv_pool import KvPool
-from headway.runtime.engine.protocol import rank_of
+from headway.runtime.engine.protocol import TransferEnd, rank_of
 from headway.runtime.executor.worker import ModelWorker
-from headway.runtime.kv_transfer.connector import Bytes, FinishedTransfers, KvPart, KvPlace, SaveKv
+from headway.runtime.kv_transfer.connector import Bytes, KvPart, KvPlace, SaveKv
 from headway.runtime.kv_transfer.local import PeerConnector
 from headway.runtime.sequence_parallel.attention import KvShard
 from headway.runtime.sequence_parallel.layout import HeldShard, KvLayout, moves
@@ -153,7 +153,7 @@ class KvPort:
         names, self._opened = self._opened, []
         return names
 
-    def finished(self) -> FinishedTransfers:
+    def finished(self) -> list[TransferEnd]:
         """What has come to its end since the last call."""
         return self._connector.get_finished()
 
