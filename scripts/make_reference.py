@@ -294,10 +294,11 @@ def field_table(model: Any) -> str:
 
 def cluster_page() -> str:
     from headway.runtime.cluster.cluster_file import ClusterFile
-    from headway.sim.scenario import RunSection, SloSection
+    from headway.sim.metrics import SloTargets
+    from headway.sim.spec import RunSection
 
     # These two are on the page of scenario files.
-    return INTRODUCTION["cluster"] + "".join(model_sections(ClusterFile, "top level", {RunSection, SloSection}))
+    return INTRODUCTION["cluster"] + "".join(model_sections(ClusterFile, "top level", {RunSection, SloTargets}))
 
 
 def placement_page() -> str:

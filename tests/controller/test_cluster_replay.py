@@ -55,7 +55,7 @@ def made(name: str) -> PlacementPolicy:
 def recorded(name: str, policy: PlacementPolicy) -> list[bytes]:
     lines: list[bytes] = []
     decode = 0 if name == "jsq" else 2
-    run = RunSpec(noise=NoiseSpec("lognormal", 0.3), seed=5, patience_s=20.0)
+    run = RunSpec(noise=NoiseSpec(kind="lognormal", amount=0.3), seed=5, patience_s=20.0)
     simulate_cluster(cluster(4, decode), policy, TRAFFIC, run, record=lines.append)
     return lines
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.sim.scenario import VllmSection
+from headway.sim.spec import VllmSection
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md")) + [

@@ -260,7 +260,7 @@ def world(seed: int) -> tuple[ClusterSpec, list[TraceRequest], RunSpec]:
         tokens = chance.randint(10, 400) if chance.random() < 0.7 else chance.randint(400, most)
         # a decode instance has to hold it alone
         requests.append(TraceRequest(at_s, min(tokens, POOL - 200), chance.randint(1, 30)))
-    noise = NoiseSpec("lognormal", 0.4) if chance.random() < 0.5 else NoiseSpec()
+    noise = NoiseSpec(kind="lognormal", amount=0.4) if chance.random() < 0.5 else NoiseSpec()
     return cluster(count, decode, pool=pool), requests, RunSpec(seed=seed, noise=noise)
 
 

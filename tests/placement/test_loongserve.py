@@ -258,7 +258,7 @@ def test_no_token_is_lost_or_repeated(
     work: list[tuple[int, int, int]], mode: str, prefill: str, reserved: int, leave: float | None, noise: float
 ) -> None:
     requests = [TraceRequest(0.1 * at, tokens, output) for at, tokens, output in sorted(work)]
-    how = RunSpec(seed=1, noise=NoiseSpec("lognormal", noise) if noise else NoiseSpec(), timeout_s=leave)
+    how = RunSpec(seed=1, noise=NoiseSpec(kind="lognormal", amount=noise) if noise else NoiseSpec(), timeout_s=leave)
     policy, result = run(world(), requests, how, mode=mode, prefill=prefill, reserved=reserved, decode_batch=4, **WAIT)
     for record, source in zip(result.sim.records, requests, strict=True):
         if leave is None:

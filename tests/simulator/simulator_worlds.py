@@ -47,7 +47,9 @@ def how(rng: random.Random, seed: int, fast_forward: bool) -> RunSpec:
         replicas=rng.choice((1, 1, 3)),
         seed=seed,
         targets={"a": SloTargets(ttft_s=0.5, tbt_s=0.05)},
-        noise=rng.choice((NoiseSpec(), NoiseSpec("lognormal", 0.2), NoiseSpec("uniform", 0.5, 1.2))),
+        noise=rng.choice(
+            (NoiseSpec(), NoiseSpec(kind="lognormal", amount=0.2), NoiseSpec(kind="uniform", amount=0.5, bias=1.2))
+        ),
         window_s=rng.choice((None, None, 1.0)),
         timeout_s=rng.choice((None, 0.7)),
         patience_s=rng.choice((None, 0.5)),

@@ -230,7 +230,7 @@ def test_a_request_that_ended_before_a_long_chunk_is_not_extrapolated() -> None:
 @pytest.mark.parametrize("slower", [0.8, 1.0, 1.3])
 def test_a_counterfactual_holds_on_a_machine_that_is_not_as_its_profile_says(slower: float) -> None:
     def ran(seed: int, policy: str) -> ReplayedRun:
-        _, run = logged(CONVOY, policy=policy, noise=NoiseSpec("lognormal", 0.05, slower), seed=seed)
+        _, run = logged(CONVOY, policy=policy, noise=NoiseSpec(kind="lognormal", amount=0.05, bias=slower), seed=seed)
         return run
 
     def wait_s(of: Callable[[str], float | None]) -> float:

@@ -119,8 +119,10 @@ def test_whole_prompts_stall_decodes_and_chunks_do_not() -> None:
 def test_noise_changes_times_and_its_bias_shows() -> None:
     workload = [TraceRequest(0.0, 150, 200)]
     plain = simulate(spec(), workload).duration_s
-    assert simulate(spec(), workload, RunSpec(noise=NoiseSpec("none", 0.0, 2.0))).duration_s == pytest.approx(2 * plain)
-    noisy = simulate(spec(), workload, RunSpec(noise=NoiseSpec("lognormal", 0.3))).duration_s
+    assert simulate(
+        spec(), workload, RunSpec(noise=NoiseSpec(kind="none", amount=0.0, bias=2.0))
+    ).duration_s == pytest.approx(2 * plain)
+    noisy = simulate(spec(), workload, RunSpec(noise=NoiseSpec(kind="lognormal", amount=0.3))).duration_s
     assert noisy != plain
     assert noisy == pytest.approx(plain, rel=0.1)
 

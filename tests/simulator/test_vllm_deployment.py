@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +26,10 @@ from headway.sim.workload import TraceRequest
 
 EXAMPLE = Path(__file__).parents[2] / "examples/vllm-convoy.yaml"
 SPEC = VllmSpec(num_blocks=101, max_num_batched_tokens=256, max_num_seqs=8, async_scheduling=False)
+
+
+def changed(spec: VllmSpec, **fields: Any) -> VllmSpec:
+    return spec.model_copy(update=fields)
 
 
 def scheduler(spec: VllmSpec = SPEC, **prompts: int) -> VllmScheduler:
@@ -57,39 +61,39 @@ def test_stock_serves_running_prompts_first_and_fills_the_step() -> None:
 
 
 def test_prefills_wait_for_their_interval_while_requests_decode_unless_some_queue() -> None:
-    made = scheduler(replace(SPEC, prefill_schedule_interval=3), a=10)
+    made = scheduler(changed(SPEC, prefill_schedule_interval=3), a=10)
     assert tokens_of(made, 1) == [{"a": 10}]
     made.add(VllmRequestState(Request(id="b", arrival_s=1, prompt_tokens=300, max_output_tokens=64), 64))
     assert tokens_of(made, 2) == [{"a": 1}, {"a": 1}]
     # once a step with prefills has left nothing to wait, further chunks are held too
     assert tokens_of(made, 4) == [{"a": 1, "b": 255}, {"a": 1}, {"a": 1}, {"a": 1, "b": 45}]
-    crowded = scheduler(replace(SPEC, prefill_schedule_interval=3), a=10, b=300, c=300)
+    crowded = scheduler(changed(SPEC, prefill_schedule_interval=3), a=10, b=300, c=300)
     assert tokens_of(crowded, 2) == [{"a": 10, "b": 246}, {"a": 1, "b": 54, "c": 201}]
 
 
 def test_a_threshold_caps_a_prompt_unless_it_is_alone() -> None:
-    spec = replace(SPEC, long_prefill_token_threshold=50)
+    spec = changed(SPEC, long_prefill_token_threshold=50)
     assert tokens_of(scheduler(spec, a=300), 1) == [{"a": 256}]
     assert tokens_of(scheduler(spec, a=300, b=100), 2) == [{"a": 50, "b": 50}, {"a": 50, "b": 50}]
-    adaptive = replace(spec, long_prefill_token_threshold_adaptive=True)
+    adaptive = changed(spec, long_prefill_token_threshold_adaptive=True)
     assert tokens_of(scheduler(adaptive, a=300, b=100), 1) == [{"a": 128, "b": 100}]
 
 
 def test_priority_goes_before_arrival() -> None:
-    assert tokens_of(scheduler(replace(SPEC, by_priority=True), a=300, b=100), 1) == [{"b": 100, "a": 156}]
+    assert tokens_of(scheduler(changed(SPEC, by_priority=True), a=300, b=100), 1) == [{"b": 100, "a": 156}]
 
 
 def test_a_prompt_begins_only_if_all_of_it_fits() -> None:
     assert tokens_of(scheduler(a=1000, b=900), 2) == [{"a": 256}, {"a": 256}]
-    spec = replace(SPEC, scheduler_reserve_full_isl=False, max_num_batched_tokens=2000)
+    spec = changed(SPEC, scheduler_reserve_full_isl=False, max_num_batched_tokens=2000)
     assert tokens_of(scheduler(spec, a=1000, b=900), 1) == [{"a": 1000}]  # 600 tokens are left, of 900
-    assert tokens_of(scheduler(replace(spec, long_prefill_token_threshold=500), a=1000, b=900), 1) == [
+    assert tokens_of(scheduler(changed(spec, long_prefill_token_threshold=500), a=1000, b=900), 1) == [
         {"a": 500, "b": 500}
     ]
 
 
 def test_the_last_running_request_is_preempted_and_finds_its_cached_blocks_again() -> None:
-    spec = replace(SPEC, num_blocks=1 + 20, max_num_batched_tokens=512)
+    spec = changed(SPEC, num_blocks=1 + 20, max_num_batched_tokens=512)
     made = scheduler(spec, a=158, b=158)  # ten blocks each: the fourth token needs an eleventh
     preempted = []
     while not preempted:
@@ -103,7 +107,7 @@ def test_the_last_running_request_is_preempted_and_finds_its_cached_blocks_again
 
 
 def test_an_asynchronous_step_is_scheduled_before_the_last_has_returned() -> None:
-    made = scheduler(replace(SPEC, async_scheduling=True), a=300)
+    made = scheduler(changed(SPEC, async_scheduling=True), a=300)
     steps = [made.schedule(0.0) for _ in range(4)]
     assert [step.tokens for step in steps] == [{"a": 256}, {"a": 44}, {"a": 1}, {"a": 1}]
     assert made.update(steps[0], 0.0) == ([], [])

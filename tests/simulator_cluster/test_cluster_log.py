@@ -28,7 +28,7 @@ POLICIES = sorted(set(OPTIONS) - {"jsq", "loongserve"})
 def recorded(name: str, file: Path) -> ClusterResult:
     """A simulated run, and its log in a file."""
     lines: list[bytes] = []
-    run = RunSpec(noise=NoiseSpec("lognormal", 0.3), seed=5)
+    run = RunSpec(noise=NoiseSpec(kind="lognormal", amount=0.3), seed=5)
     result = simulate_cluster(cluster(4, 2), made(name), TRAFFIC, run, keep_bars=True, record=lines.append)
     file.write_bytes(b"".join(lines))
     return result

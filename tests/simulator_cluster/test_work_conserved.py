@@ -28,7 +28,7 @@ def test_spans_begin_as_soon_as_they_can(arrivals: list[tuple[float, int]], name
     spec = cluster(8, per_node=4)
     options = {"tetris": {"rate": 0.05}, "fixed-sp": {"sp": 4}}.get(name, {})
     placement = make_placement(name, PolicyContext(latency=LATENCY, shape=spec.shape), options)
-    how = RunSpec(noise=NoiseSpec("lognormal", noise) if noise else NoiseSpec())
+    how = RunSpec(noise=NoiseSpec(kind="lognormal", amount=noise) if noise else NoiseSpec())
     result = simulate_cluster(spec, placement, work, how, keep_bars=True)
     spans: dict[tuple[int, int], tuple[float, float, set[int]]] = {}
     for bar in result.bars:

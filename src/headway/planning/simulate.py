@@ -21,7 +21,7 @@ from headway.sim.cluster.simulation import ClusterSimulation
 from headway.sim.loop import InstanceSimulation
 from headway.sim.metrics import NO_TARGETS, RequestRecord, quantile
 from headway.sim.result import SimResult, SimulatedRequest, record_of
-from headway.sim.scenario import NoiseSection
+from headway.sim.spec import NoiseSpec
 from headway.sim.sweep import WorkerProcesses
 from headway.sim.workload import TraceRequest
 
@@ -325,7 +325,7 @@ def _simulate(job: SimulationJob, seed: int) -> SeedMeasure:
     workload = workload_of(question, seed)
     requests = workload if job.requests is None else busiest(workload, job.requests)
     # the window cuts arrivals, not answers: a plan is judged by whole requests
-    section = scenario.run.model_copy(update={"window_s": None, "noise": NoiseSection(bias=job.bias)})
+    section = scenario.run.model_copy(update={"window_s": None, "noise": NoiseSpec(bias=job.bias)})
     run = run_of(scenario.model_copy(update={"run": section}), seed)
     demands = question.demand_list()
     capacity = 1

@@ -23,7 +23,6 @@ from headway.perf.utilisation import UtilisationBase
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.calibration import is_event_log, recorded_trace
 from headway.sim.loop import simulate
-from headway.sim.metrics import SloTargets
 from headway.sim.prefix_cache import PrefixCacheSpec
 from headway.sim.result import SimResult
 from headway.sim.scenario import (
@@ -33,10 +32,9 @@ from headway.sim.scenario import (
     PoolSection,
     Scenario,
     SessionsSection,
-    VllmSection,
     WorkloadSection,
 )
-from headway.sim.spec import InstanceSpec, NoiseSpec, RunSpec, StageLink, VllmSpec, stock_flags
+from headway.sim.spec import InstanceSpec, RunSpec, StageLink, VllmSection, VllmSpec, stock_flags
 from headway.sim.workload import TraceRequest, transforms
 from headway.sim.workload.generate import (
     ArrivalProcess,
@@ -406,34 +404,22 @@ def vllm_of(section: VllmSection, kv_tokens: int, config: SchedulerConfig) -> Vl
     """Return vLLM's settings with the blocks of a KV cache of `kv_tokens`. `config`: the policy's, where it is plugged.
 
     Raises ConfigError for a cache that is too small."""
-    same = ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "async_scheduling",
-            "enable_prefix_caching", "long_prefill_token_threshold_adaptive", "scheduler_reserve_full_isl", "watermark",
-            "prefill_schedule_interval", "priorities")  # fmt: skip
     by_priority, threshold = stock_flags(section.scheduler)
     return VllmSpec(
+        **dict(section),
         num_blocks=kv_tokens // section.block_size,
         by_priority=by_priority,
         long_prefill_token_threshold=threshold,
         plugged=config if section.scheduler == "plugged" else None,
-        **{name: getattr(section, name) for name in same},
     )
 
 
 def run_of(scenario: Scenario, seed: int, keep_iterations: bool = False) -> RunSpec:
-    run = scenario.run
     return RunSpec(
+        **dict(scenario.run),
         replicas=scenario.cluster.replicas,
         seed=seed,
-        targets={klass: SloTargets(**slo.model_dump()) for klass, slo in scenario.slo.items()},
-        send_slo=run.send_slo,
-        refuse_late=run.refuse_late,
-        deadline_is_target=run.deadline_is_target,
-        max_output=run.max_output,
-        noise=NoiseSpec(**run.noise.model_dump()),
-        window_s=run.window_s,
-        timeout_s=run.timeout_s,
-        patience_s=run.patience_s,
-        fast_forward=run.fast_forward,
+        targets=scenario.slo,
         keep_iterations=keep_iterations,
     )
 

@@ -20,7 +20,7 @@ from headway.core.errors import ConfigError, PredictedLateError, RequestError
 from headway.core.logs import EventSink
 from headway.core.request import Request, Slo
 from headway.sim.engine import DecodeTrack, SimulatedEngine
-from headway.sim.metrics import NO_TARGETS, RequestRecord, SloTargets
+from headway.sim.metrics import NO_TARGETS, RequestRecord
 from headway.sim.result import IterationRecord, SimResult, later, record_of
 from headway.sim.spec import InstanceSpec, NoiseSource, RunSpec
 from headway.sim.vllm.engine import SimulatedVllm
@@ -351,5 +351,5 @@ class InstanceSimulation(EventLoop):
         targets = self.run_spec.targets.get(track.source.klass, NO_TARGETS)
         if self.run_spec.deadline_is_target and targets.ttft_s is None and track.deadline_s is not None:
             ttft_s = track.deadline_s - track.request.arrival_s
-            targets = SloTargets(ttft_s, targets.tbt_s, targets.tpot_s, targets.e2e_s)
+            targets = targets.model_copy(update={"ttft_s": ttft_s})
         return later(record_of(track, targets), self.instance.serving)

@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from headway.core.file_sections import FileSection, Seconds
+
 PERCENTILES: tuple[float, ...] = (1, 25, 50, 75, 90, 99)
 
 
@@ -55,18 +57,13 @@ def percentiles(values: Iterable[float | None]) -> dict[str, float | None]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class SloTargets:
-    """The latency objectives of one request, in seconds; `None`: no such objective."""
+class SloTargets(FileSection):
+    """Targets of a class, in seconds; the scheduler gets the first two. tbt_s bounds every gap, tpot_s their mean."""
 
-    ttft_s: float | None = None
-    """Bound of the time to the first token."""
-    tbt_s: float | None = None
-    """Bound of *every* gap between two tokens."""
-    tpot_s: float | None = None
-    """Bound of the mean gap between tokens."""
-    e2e_s: float | None = None
-    """Bound of the time from arrival to finish."""
+    ttft_s: Seconds | None = None
+    tbt_s: Seconds | None = None
+    tpot_s: Seconds | None = None
+    e2e_s: Seconds | None = None
 
     def any(self) -> bool:
         """Return whether there is any objective."""

@@ -21,18 +21,17 @@ from headway.core.file_sections import (
     Positive,
     Seconds,
     SecondsOrZero,
-    Seeds,
     validated,
 )
 from headway.core.parse import size as memory_size
 from headway.core.parse import tokens
 from headway.perf.hardware import ParallelLayout
-from headway.policy.hosted.settings import VllmSettings
 from headway.policy.iteration.config import FOLLOWS_FROM_LAYOUT, SchedulerConfig
 from headway.policy.placement.combinations import PlacementCombination, PoolShape
 from headway.policy.placement.registry import DEFAULT, check_options
+from headway.sim.metrics import SloTargets
 from headway.sim.prefix_cache import INFINITE
-from headway.sim.spec import stock_flags
+from headway.sim.spec import RunSection, VllmSection
 from headway.sim.workload.generate import PRESETS
 from headway.sim.workload.traces import MOST_REQUESTS, class_name
 
@@ -249,47 +248,6 @@ class PrefixCacheSection(FileSection):
         return INFINITE if self.size == "infinite" else memory_size(self.size) // bytes_per_token
 
 
-class SloSection(FileSection):
-    """Targets of a class, in seconds; the scheduler gets the first two. tbt_s bounds every gap, tpot_s their mean."""
-
-    ttft_s: Seconds | None = None
-    tbt_s: Seconds | None = None
-    tpot_s: Seconds | None = None
-    e2e_s: Seconds | None = None
-
-
-class NoiseSection(FileSection):
-    kind: Literal["none", "lognormal", "uniform"] = "none"
-    amount: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="standard deviation of ln, or half width"
-    )
-    bias: Positive = Field(default=1.0, description="iterations take so many times what was predicted")
-    measured: bool = Field(
-        default=True, description="iterations vary as those of the server that a measured table was corrected by"
-    )
-
-
-class RunSection(FileSection):
-    window_s: Seconds | None = Field(default=None, description="observe for so long; null: until the last request ends")
-    seeds: Seeds = Field(default=(0,), description="one run each; several give confidence intervals")
-    noise: NoiseSection = NoiseSection()
-    timeout_s: Seconds | None = Field(default=None, description="clients leave so long after arrival")
-    patience_s: Seconds | None = Field(default=None, description="clients leave after an exponential time of this mean")
-    max_output: Count | None = Field(
-        default=None, description="max_tokens that clients send if their answer is not longer; null: its length"
-    )
-    send_slo: bool = Field(
-        default=True, description="requests carry their SLOs to the scheduler; else its own deadlines apply"
-    )
-    refuse_late: bool = Field(default=False, description="refuse arrivals that are predicted to miss their ttft_s")
-    deadline_is_target: bool = Field(
-        default=False, description="judge TTFT by the scheduler's deadline where there is no SLO"
-    )
-    fast_forward: bool = Field(
-        default=True, description="take stretches of pure decoding in one step: same results, sooner"
-    )
-
-
 class MedhaSection(FileSection):
     """Medha's rules (`headway.policy.iteration.medha.MedhaConfig`)."""
 
@@ -433,56 +391,6 @@ class WorkloadSection(FileSection):
         return self
 
 
-# The section `vllm` of a scenario file.
-
-
-class VllmSection(FileSection):
-    """Settings of `engine: vllm`, by their names on vLLM's command line where it has them."""
-
-    scheduler: str = Field(
-        default="default",
-        description="default, threshold:N (`--long-prefill-token-threshold N`), priority (`--scheduling-policy "
-        "priority`), or plugged (`--scheduler-cls headway.vllm.Scheduler`)",
-    )
-    headway: VllmSettings = Field(
-        default_factory=lambda: VllmSettings.model_validate({}),
-        description="with plugged: what `--additional-config '{\"headway\": {…}}'` holds (docs/how-to/vllm.md)",
-    )
-    priorities: dict[str, int] = Field(default_factory=dict, description="by class; lower goes first, as in vLLM")
-    block_size: Count = Field(default=16, description="tokens a KV block")
-    max_num_batched_tokens: Count = Field(default=8192, description="tokens of one step")
-    max_num_seqs: Count = Field(default=256, description="running requests")
-    max_model_len: Count | None = Field(default=None, description="longest request; null: what the KV cache holds")
-    async_scheduling: bool = Field(default=True, description="a step is scheduled while the one before is computed")
-    enable_prefix_caching: bool = Field(
-        default=True, description="a preempted request finds its KV again where it has not been overwritten"
-    )
-    long_prefill_token_threshold_adaptive: bool = Field(
-        default=False, description="the threshold is at least a request's even share of a step"
-    )
-    scheduler_reserve_full_isl: bool = Field(default=True, description="a request begins only if all of it fits")
-    watermark: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="share of the blocks that a request which begins leaves free"
-    )
-    prefill_schedule_interval: Count = Field(
-        default=1, description="steps from one with prefills to the next, while requests decode (vLLM 0.33)"
-    )
-
-    @model_validator(mode="after")
-    def _known_scheduler(self) -> VllmSection:
-        try:
-            stock_flags(self.scheduler)
-        except ConfigError as error:
-            raise ValueError(f"`scheduler`: {error}") from None
-        if self.scheduler == "plugged" and self.prefill_schedule_interval > 1:
-            raise ValueError("`prefill_schedule_interval`: Headway decides in every step which prefills get tokens")
-        if self.headway.profile is not None:
-            raise ValueError("`headway.profile`: step times come from the scenario's `latency`")
-        if self.headway.log is not None:
-            raise ValueError("`headway.log`: a simulation writes no decision log; `--trace` shows its steps")
-        return self
-
-
 class Scenario(FileSection):
     """One simulation."""
 
@@ -505,7 +413,7 @@ class Scenario(FileSection):
     policy: PolicySection = PolicySection()
     vllm: VllmSection = VllmSection()
     workload: WorkloadSection
-    slo: dict[str, SloSection] = Field(default_factory=dict, description="by class")
+    slo: dict[str, SloTargets] = Field(default_factory=dict, description="by class")
     run: RunSection = RunSection()
     sweep: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(
         default_factory=dict,

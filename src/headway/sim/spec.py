@@ -10,13 +10,17 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
 
 from headway.core.errors import ConfigError
+from headway.core.file_sections import Count, FileSection, Positive, Seconds, Seeds
 from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.groups import ShardExchangeCost
 from headway.perf.latency.table import NO_OVERHEAD, ServingOverhead, TimeSpread, spread_at
 from headway.perf.utilisation import UtilisationBase
+from headway.policy.hosted.settings import VllmSettings
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.metrics import SloTargets
 from headway.sim.prefix_cache import PrefixCacheSpec
@@ -108,17 +112,17 @@ class StagePipeline:
         self._free_s = [now] * len(self._free_s)
 
 
-@dataclass(frozen=True)
-class NoiseSpec:
+class NoiseSpec(FileSection):
     """The law of the noise: an iteration takes predicted × bias × a random factor of mean 1."""
 
     kind: Literal["none", "lognormal", "uniform"] = "none"
-    amount: float = 0.0
-    """lognormal: standard deviation of ln(factor). uniform: the factor lies in [1 - amount, 1 + amount]."""
-    bias: float = 1.0
-    """Constant factor on every iteration; above 1, iterations take longer than predicted."""
-    measured: bool = True
-    """Whether iterations vary as those did that a table was measured with (`ServingOverhead.spread`)."""
+    amount: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="standard deviation of ln, or half width"
+    )
+    bias: Positive = Field(default=1.0, description="iterations take so many times what was predicted")
+    measured: bool = Field(
+        default=True, description="iterations vary as those of the server that a measured table was corrected by"
+    )
 
 
 class NoiseSource:
@@ -160,40 +164,82 @@ class NoiseSource:
         self._kept = factor
 
 
-@dataclass(frozen=True, kw_only=True)
-class VllmSpec:
-    """vLLM's own settings, by the names of its command line. Raises ConfigError on an impossible value."""
+def stock_flags(scheduler: str) -> tuple[bool, int]:
+    """Return (by priority, threshold) of `default`, `priority`, `threshold:N` and `plugged`. Raises ConfigError."""
+    name, colon, tokens = scheduler.partition(":")
+    if name == "threshold" and colon and tokens.isdecimal() and int(tokens) > 0:
+        return False, int(tokens)
+    if scheduler in ("default", "plugged", "priority"):
+        return scheduler == "priority", 0
+    raise ConfigError(f"{scheduler!r} is none of default, priority, plugged and threshold:N, such as threshold:512")
+
+
+class VllmSection(FileSection):
+    """Settings of `engine: vllm`, by their names on vLLM's command line where it has them."""
+
+    scheduler: str = Field(
+        default="default",
+        description="default, threshold:N (`--long-prefill-token-threshold N`), priority (`--scheduling-policy "
+        "priority`), or plugged (`--scheduler-cls headway.vllm.Scheduler`)",
+    )
+    headway: VllmSettings = Field(
+        default_factory=lambda: VllmSettings.model_validate({}),
+        description="with plugged: what `--additional-config '{\"headway\": {…}}'` holds (docs/how-to/vllm.md)",
+    )
+    priorities: dict[str, int] = Field(default_factory=dict, description="by class; lower goes first, as in vLLM")
+    block_size: Count = Field(default=16, description="tokens a KV block")
+    max_num_batched_tokens: Count = Field(default=8192, description="tokens of one step")
+    max_num_seqs: Count = Field(default=256, description="running requests")
+    max_model_len: Count | None = Field(default=None, description="longest request; null: what the KV cache holds")
+    async_scheduling: bool = Field(default=True, description="a step is scheduled while the one before is computed")
+    enable_prefix_caching: bool = Field(
+        default=True, description="a preempted request finds its KV again where it has not been overwritten"
+    )
+    long_prefill_token_threshold_adaptive: bool = Field(
+        default=False, description="the threshold is at least a request's even share of a step"
+    )
+    scheduler_reserve_full_isl: bool = Field(default=True, description="a request begins only if all of it fits")
+    watermark: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="share of the blocks that a request which begins leaves free"
+    )
+    prefill_schedule_interval: Count = Field(
+        default=1, description="steps from one with prefills to the next, while requests decode (vLLM 0.33)"
+    )
+
+    @model_validator(mode="after")
+    def _known_scheduler(self) -> VllmSection:
+        try:
+            stock_flags(self.scheduler)
+        except ConfigError as error:
+            raise ValueError(f"`scheduler`: {error}") from None
+        if self.scheduler == "plugged" and self.prefill_schedule_interval > 1:
+            raise ValueError("`prefill_schedule_interval`: Headway decides in every step which prefills get tokens")
+        if self.headway.profile is not None:
+            raise ValueError("`headway.profile`: step times come from the scenario's `latency`")
+        if self.headway.log is not None:
+            raise ValueError("`headway.log`: a simulation writes no decision log; `--trace` shows its steps")
+        return self
+
+
+class VllmSpec(VllmSection):
+    """A simulated vLLM: its settings, with the blocks of its KV cache."""
 
     num_blocks: int
     """KV blocks, the null block included (`num_gpu_blocks`)."""
-    block_size: int = 16
-    max_num_batched_tokens: int = 8192
-    max_num_seqs: int = 256
-    max_model_len: int | None = None
-    """Longest request, tokens; None: as many as the blocks hold."""
     by_priority: bool = False
     """`--scheduling-policy priority`."""
     long_prefill_token_threshold: int = 0
-    long_prefill_token_threshold_adaptive: bool = False
-    async_scheduling: bool = True
-    enable_prefix_caching: bool = True
-    scheduler_reserve_full_isl: bool = True
-    """A request begins only if the whole of its known tokens fits in the free blocks."""
-    watermark: float = 0.0
-    """Share of the blocks that a request which begins must leave free."""
-    prefill_schedule_interval: int = 1
-    """Steps from one with prefills to the next, while requests decode and none waited longer (vLLM 0.33)."""
     plugged: SchedulerConfig | None = None
     """Headway's policy inside (`VllmSettings.scheduler_config`); None: vLLM's stock scheduler."""
-    priorities: Mapping[str, int] = field(default_factory=dict)
-    """Priority of the requests of a class; lower goes first, 0 without an entry."""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _room_for_requests(self) -> VllmSpec:
         if self.num_blocks < 2:
             raise ConfigError(
                 f"the KV cache holds {self.num_blocks} blocks of {self.block_size} tokens, of which vLLM keeps one for "
                 "itself: raise memory.kv_tokens or memory.utilisation"
             )
+        return self
 
     @property
     def usable_blocks(self) -> int:
@@ -205,16 +251,6 @@ class VllmSpec:
         """Most tokens of one request, prompt and output."""
         held = self.usable_blocks * self.block_size
         return held if self.max_model_len is None else min(held, self.max_model_len)
-
-
-def stock_flags(scheduler: str) -> tuple[bool, int]:
-    """Return (by priority, threshold) of `default`, `priority`, `threshold:N` and `plugged`. Raises ConfigError."""
-    name, colon, tokens = scheduler.partition(":")
-    if name == "threshold" and colon and tokens.isdecimal() and int(tokens) > 0:
-        return False, int(tokens)
-    if scheduler in ("default", "plugged", "priority"):
-        return scheduler == "priority", 0
-    raise ConfigError(f"{scheduler!r} is none of default, priority, plugged and threshold:N, such as threshold:512")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,41 +280,42 @@ class InstanceSpec:
     """Settings of vLLM, if the engine is vLLM and not Headway's own; `config` then serves memory planning only."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunSpec:
-    """Settings of a run. Times in seconds."""
+class RunSection(FileSection):
+    window_s: Seconds | None = Field(default=None, description="observe for so long; null: until the last request ends")
+    seeds: Seeds = Field(default=(0,), description="one run each; several give confidence intervals")
+    noise: NoiseSpec = NoiseSpec()
+    timeout_s: Seconds | None = Field(default=None, description="clients leave so long after arrival")
+    patience_s: Seconds | None = Field(default=None, description="clients leave after an exponential time of this mean")
+    max_output: Count | None = Field(
+        default=None, description="max_tokens that clients send if their answer is not longer; null: its length"
+    )
+    send_slo: bool = Field(
+        default=True, description="requests carry their SLOs to the scheduler; else its own deadlines apply"
+    )
+    refuse_late: bool = Field(default=False, description="refuse arrivals that are predicted to miss their ttft_s")
+    deadline_is_target: bool = Field(
+        default=False, description="judge TTFT by the scheduler's deadline where there is no SLO"
+    )
+    fast_forward: bool = Field(
+        default=True, description="take stretches of pure decoding in one step: same results, sooner"
+    )
+
+
+class RunSpec(RunSection):
+    """Settings of a run of one seed. Times in seconds."""
 
     replicas: int = 1
     """Number of equal instances; an arrival joins the one with the fewest unfinished requests."""
     seed: int = 0
-    targets: Mapping[str, SloTargets] = field(default_factory=dict)
+    targets: Mapping[str, SloTargets] = Field(default_factory=dict)
     """Objectives of the requests of each class."""
-    send_slo: bool = True
-    """Whether requests carry the targets to the scheduler; otherwise its own deadlines apply."""
-    refuse_late: bool = False
-    """Whether requests that carry a TTFT target ask to be refused if they are predicted to miss it."""
-    deadline_is_target: bool = False
-    """Whether classes without a TTFT target are measured against the deadline that the scheduler assigned."""
-    max_output: int | None = None
-    """Output limit of every request, of which the scheduler knows; None: exactly the output that it will have."""
-    noise: NoiseSpec = field(default_factory=NoiseSpec)
-    window_s: float | None = None
-    """Observed time; None: to the end of the last request."""
-    timeout_s: float | None = None
-    """Time after arrival at which clients leave."""
-    patience_s: float | None = None
-    """Mean of the exponential time after which clients leave."""
-    fast_forward: bool = True
-    """Take stretches of pure decoding in one step: same results, sooner."""
     keep_iterations: bool = False
     """Keep one row an iteration, for traces and plots."""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _possible(self) -> RunSpec:
         if self.replicas < 1:
             raise ConfigError(f"replicas must be at least 1, not {self.replicas}")
         if self.refuse_late and not (self.send_slo and any(slo.ttft_s for slo in self.targets.values())):
             raise ConfigError("refuse_late needs a class with a ttft_s in its SLO, and send_slo")
-        for name in ("window_s", "timeout_s", "patience_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} must be above 0 seconds, not {value}")
+        return self

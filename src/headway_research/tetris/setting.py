@@ -172,7 +172,7 @@ def simulate_point(point: TetrisPoint) -> ClusterResult:
     """Simulate a point."""
     spec, system = prefill_cluster(point.cluster), SYSTEMS[point.system]
     options = dict(system.options) | ({"rates": point.rates} if point.rates else {})
-    noise = NoiseSpec("lognormal", point.noise) if point.noise else NoiseSpec()
+    noise = NoiseSpec(kind="lognormal", amount=point.noise) if point.noise else NoiseSpec()
     workload = requests_of(point.workload, point.rps, point.requests, point.seed)
     placement = make_placement(system.policy, spec.policy_context, options)
     return simulate_cluster(spec, placement, workload, RunSpec(seed=point.seed, noise=noise))

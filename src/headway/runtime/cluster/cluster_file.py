@@ -16,7 +16,9 @@ from headway.policy.placement.combinations import PlacementCombination, PoolShap
 from headway.policy.placement.contract import Role
 from headway.policy.placement.registry import DEFAULT, check_options
 from headway.runtime.kv_transfer.connector import check_connector
-from headway.sim.scenario import RunSection, SloSection, WorkloadSection
+from headway.sim.metrics import SloTargets
+from headway.sim.scenario import WorkloadSection
+from headway.sim.spec import RunSection
 
 SPAN_ROWS = 512
 LARGEST_POOL = 1024
@@ -143,7 +145,7 @@ class ClusterFile(FileSection):
         description="of `headway simulate`: what arrives, as in [scenario files](scenario-file.md); without preset, "
         "trace and mix: prompts of 1/64 of the longest length, every tenth of 1/4, at half of the predicted load",
     )
-    slo: dict[str, SloSection] = Field(
+    slo: dict[str, SloTargets] = Field(
         default_factory=dict, description="of `headway simulate`: what requests of a class are judged by, as there"
     )
     run: RunSection = Field(

@@ -399,7 +399,7 @@ class GoodputTargets:
                     f"--goodput {item!r}: write [CLASS.]METRIC:MILLISECONDS, METRIC one of {', '.join(_FIELDS)}"
                 )
             base = self._given.get(klass, NO_TARGETS)
-            self._given[klass] = replace(base, **{_FIELDS[name]: value / 1000})
+            self._given[klass] = base.model_copy(update={_FIELDS[name]: value / 1000})
 
     @property
     def classes(self) -> list[str]:
@@ -409,16 +409,11 @@ class GoodputTargets:
     def of(self, klass: str) -> SloTargets:
         """Return the objectives of requests of a class."""
         common, own = self._given.get("", NO_TARGETS), self._given.get(klass, NO_TARGETS)
-        names = ("ttft_s", "tbt_s", "tpot_s", "e2e_s")
-        return SloTargets(**{n: getattr(common, n) if getattr(own, n) is None else getattr(own, n) for n in names})
+        return common.model_copy(update=own.model_dump(exclude_none=True))
 
     def to_json(self) -> dict[str, dict[str, float]]:
         """Return class (`*`: all) → objective → seconds."""
-        names = ("ttft_s", "tbt_s", "tpot_s", "e2e_s")
-        return {
-            klass or "*": {n: getattr(slo, n) for n in names if getattr(slo, n) is not None}
-            for klass, slo in self._given.items()
-        }
+        return {klass or "*": slo.model_dump(exclude_none=True) for klass, slo in self._given.items()}
 
 
 CACHE_BLOCK = 64
