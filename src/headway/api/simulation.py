@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import ConfigError
-from headway.sim.metrics import RequestRecord, e2e_s, is_good, queueing_s, tbt_s, tpot_s, ttft_s
+from headway.sim.metrics import RequestRecord, request_row
 from headway.sim.result import SimResult, run_json
 from headway.sim.scenario import Scenario
 from headway.sim.sweep import ParsedScenario, scenario_point, with_field
@@ -41,7 +41,7 @@ class SimulationResult:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one dict per request: counts, latencies in seconds (None where there is none), verdict, error."""
-        return [_row(record) for record in self.sim.records]
+        return [request_row(record) for record in self.sim.records]
 
     def frame(self) -> Any:
         """Return `rows()` as a pandas DataFrame. Raises ConfigError where pandas is not installed."""
@@ -118,21 +118,3 @@ def _read(path: Path) -> Any:
     if isinstance(workload, dict) and isinstance(trace, str) and (path.parent / trace).exists():
         workload["trace"] = str(path.parent / trace)
     return data
-
-
-def _row(record: RequestRecord) -> dict[str, Any]:
-    return {
-        "id": record.id,
-        "class": record.klass,
-        "arrival_s": record.arrival_s,
-        "prompt_tokens": record.prompt_tokens,
-        "output_tokens": record.output_tokens,
-        "queueing_s": queueing_s(record),
-        "ttft_s": ttft_s(record),
-        "tpot_s": tpot_s(record),
-        "max_tbt_s": max(tbt_s(record), default=None),
-        "e2e_s": e2e_s(record),
-        "good": is_good(record),
-        "error": record.error,
-        "cached_tokens": record.cached_tokens,
-    }

@@ -172,6 +172,27 @@ def is_good(record: RequestRecord) -> bool:
     return slo.e2e_s is None or (whole is not None and whole <= slo.e2e_s)
 
 
+def request_row(record: RequestRecord) -> dict[str, Any]:
+    """Return a request as tables, CSV and JSON have it: counts, latencies in seconds (None where there is none),
+    verdict, error."""
+    return {
+        "id": record.id,
+        "class": record.klass,
+        "arrival_s": record.arrival_s,
+        "prompt_tokens": record.prompt_tokens,
+        "output_tokens": record.output_tokens,
+        "queueing_s": queueing_s(record),
+        "ttft_s": ttft_s(record),
+        "tpot_s": tpot_s(record),
+        "max_tbt_s": max(tbt_s(record), default=None),
+        "e2e_s": e2e_s(record),
+        "normalised_latency_s": normalised_latency_s(record),
+        "good": is_good(record),
+        "error": record.error,
+        "cached_tokens": record.cached_tokens,
+    }
+
+
 SCHEMA = "headway.metrics/1"
 
 Percentiles = dict[str, float | None]

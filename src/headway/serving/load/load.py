@@ -33,14 +33,10 @@ from headway.sim.metrics import (
     RequestRecord,
     RunSummary,
     SloTargets,
-    e2e_s,
-    is_good,
     percentiles,
+    request_row,
     slowest,
     summarise,
-    tbt_s,
-    tpot_s,
-    ttft_s,
 )
 from headway.sim.workload import RequestTrace, TraceRequest, transforms
 from headway.sim.workload.generate import PoissonArrivals, check_classes, final_classes, parse_tokens
@@ -348,32 +344,13 @@ def load_json(
         "versions": versions(),
         "summary": summary.to_json(),
         "send_lag_s": send_lag(records),
-        "requests": [_row(record) for record in records],
+        "requests": [request_row(one) | {"sent_s": one.sent_s, "finish_reason": one.finish_reason} for one in records],
     }
 
 
 def send_lag(records: Sequence[RequestRecord]) -> dict[str, float | None]:
     """Return percentiles of the client's delay, sent - due, in seconds. Latencies include it."""
     return percentiles(record.sent_s - record.arrival_s for record in records if record.sent_s is not None)
-
-
-def _row(record: RequestRecord) -> dict[str, Any]:
-    return {
-        "id": record.id,
-        "class": record.klass,
-        "arrival_s": record.arrival_s,
-        "sent_s": record.sent_s,
-        "prompt_tokens": record.prompt_tokens,
-        "cached_tokens": record.cached_tokens,
-        "output_tokens": record.output_tokens,
-        "ttft_s": ttft_s(record),
-        "tpot_s": tpot_s(record),
-        "max_tbt_s": max(tbt_s(record), default=None),
-        "e2e_s": e2e_s(record),
-        "good": is_good(record),
-        "finish_reason": record.finish_reason,
-        "error": record.error,
-    }
 
 
 # Objectives on the command line: `ttft:500 tbt:100 long.ttft:30000`, in milliseconds.

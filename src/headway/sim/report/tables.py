@@ -21,14 +21,8 @@ from rich.table import Table
 from headway.sim.metrics import (
     RequestRecord,
     RunSummary,
-    e2e_s,
     error_reason,
-    is_good,
-    normalised_latency_s,
-    queueing_s,
-    tbt_s,
-    tpot_s,
-    ttft_s,
+    request_row,
 )
 
 
@@ -315,22 +309,11 @@ def summary_csv(data: Mapping[str, Any]) -> str:
 def requests_csv(records: Sequence[RequestRecord]) -> str:
     """Return one row for each request, in order of arrival."""
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(
-        ["id", "class", "arrival_s", "prompt_tokens", "output_tokens", "queueing_s", "ttft_s", "tpot_s", "max_tbt_s",
-         "e2e_s", "normalised_latency_s", "good", "error", "cached_tokens"]
-    )  # fmt: skip
-    for r in records:
-        latencies = (
-            queueing_s(r),
-            ttft_s(r),
-            tpot_s(r),
-            max(tbt_s(r), default=None),
-            e2e_s(r),
-            normalised_latency_s(r),
-        )
-        counts = (r.prompt_tokens, r.output_tokens)
-        writer.writerow([r.id, r.klass, r.arrival_s, *counts, *latencies, is_good(r), r.error or "", r.cached_tokens])
+    rows = [request_row(record) for record in records]
+    if rows:
+        writer = csv.DictWriter(out, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
     return out.getvalue()
 
 
