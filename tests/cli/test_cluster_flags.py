@@ -97,7 +97,7 @@ def test_a_dry_run_names_idle_pools(
     monkeypatch.setattr(
         "headway.runtime.assembly.dry_run.described", lambda core, prefills: ["prefills" if prefills else "decodes"]
     )
-    for name in ("measurement", "cluster_plan", "groups", "capacity"):
+    for name in ("measurement", "cluster_plan", "groups"):
         monkeypatch.setattr(f"headway.runtime.assembly.dry_run.{name}", lambda *_: [])
     path = tmp_path / "cluster.yaml"
     for placement, idle in (("fifo", True), ("fixed-sp", False)):

@@ -233,5 +233,5 @@ def test_a_dry_run_lists_the_instances_of_each_host(
     assert (
         "pool 1: 1 x decode, on host 1, 1 threads each\n  loaded on this host: what fits on host 1 may differ\n" in said
     )
-    assert "predicted capacity" in said
+    assert "what rate to expect" in said
     assert said.count("prompt of this length") == 1  # a decode pool gets none

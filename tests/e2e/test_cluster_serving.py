@@ -186,7 +186,7 @@ def test_a_bad_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @LONG
-def test_a_dry_run_says_what_fits_which_groups_and_what_rate(
+def test_a_dry_run_says_what_fits_and_which_groups(
     tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
@@ -198,5 +198,4 @@ def test_a_dry_run_says_what_fits_which_groups_and_what_rate(
     assert "longest context      4,096 tokens" in out
     assert "1,024   in the batches of instance 0" in out
     assert "4,031   tokens 0 to 4,031 on instances 0+1" in out
-    assert re.search(r"predicted capacity   [\d.,]+ requests/s", out)
-    assert "assumed" in out
+    assert "what rate to expect: `headway simulate" in out

@@ -27,6 +27,10 @@ REQUESTS = 300
 """Simulated requests of a file without a `workload`."""
 LOAD = 0.5
 """Their load: the share of time that the instances that prefill would be busy, were every prompt computed by one."""
+LONG_EVERY = 10
+"""One of their prompts in as many is long."""
+OUTPUT = 64
+"""Tokens of each one's output."""
 
 
 class ClusterScenarios:
@@ -112,10 +116,8 @@ def _scenario(file: ClusterFile, cluster: ClusterSpec, name: str, where: str) ->
 
 
 def _traffic(cluster: ClusterSpec) -> dict[str, Any]:
-    """Return the workload of a file that has none: the dry run's prompts, at `LOAD`."""
-    from headway.runtime.assembly.dry_run import LONG_EVERY, OUTPUT, prompt_lengths
-
-    short, long = prompt_lengths(cluster.longest)
+    """Return the workload of a file that has none: prompts of 1/64 of the longest length, and of 1/4, at `LOAD`."""
+    short, long = max(16, cluster.longest // 64), max(32, cluster.longest // 4)
     alone = GroupShape(1)
     work_s = [cluster.spans.prefill_s(0, tokens, alone) for tokens in (short, long)]
     mean_s = work_s[0] + (work_s[1] - work_s[0]) / LONG_EVERY
