@@ -17,7 +17,7 @@ from tests.parallel.virtual_ranks import VirtualWorld
 from headway.core.request import SamplingParams
 from headway.perf.hardware import ParallelLayout
 from headway.runtime.engine.protocol import SubmitRequest
-from headway.sim.report.perfetto import engine_timeline, engine_trace
+from headway.sim.report.perfetto import engine_trace
 
 
 class Joins:
@@ -81,14 +81,14 @@ def test_shorts_are_served_by_all_groups_beside_a_long_request() -> None:
         if any(name != "0" for name, _, _ in chunks)
     }
     assert homes == {0, 1}
-    trace = engine_timeline(told.events)
-    assert [(join.request, join.start) for join in trace.joins] == [("0", 72)]
-    (join,) = (event for event in engine_trace(trace)["traceEvents"] if event["ph"] == "i")
-    slices = [one for one in trace.slices if any(name == "0" for name, _, _ in one.chunks)]
-    assert join["name"] == f"group {trace.joins[0].group} joins 0"
-    assert {one.group for one in slices} == {0, 1}
-    assert trace.joins[0].at_s == min(one.start_s for one in slices if one.group == trace.joins[0].group)
-    assert any(one.assisted for one in trace.slices)
+    drawn = engine_trace(told.events).events
+    (join,) = (event for event in drawn if event["ph"] == "i")
+    assert (join["name"], join["args"]) == (f"group {join['pid'] - 1} joins 0", {"from_token": 72})
+    slices = [one for one in drawn if one["ph"] == "X"]
+    own = [one for one in slices if any(part.startswith("0[") for part in one["args"]["chunks"].split(", "))]
+    assert {one["pid"] for one in own} == {1, 2}
+    assert join["ts"] == min(one["ts"] for one in own if one["pid"] == join["pid"])
+    assert any("assisted" in one["name"] for one in slices)
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 
 from headway.cli.main import main
 from headway.core.errors import ConfigError
-from headway.sim.report.perfetto import engine_timeline, engine_trace
+from headway.sim.report.perfetto import engine_trace
 
 
 def batch(number: int, request: str, start: int, first: float, stages: int = 2) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def log(*batches: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_a_trace_has_a_thread_for_each_stage_and_the_end_of_each_request() -> None:
     end = {**batch(1, "long", 64, 12.0), "ended": ["long"]}
-    events = engine_trace(engine_timeline(log(batch(0, "long", 0, 10.0), end)))["traceEvents"]
+    events = engine_trace(log(batch(0, "long", 0, 10.0), end)).to_json()["traceEvents"]
     assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {"stage 0", "stage 1"}
     slices = [(e["tid"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
     assert slices == [(1, 1e6, 2e6), (2, 3e6, 2e6), (1, 3e6, 2e6), (2, 5e6, 2e6)]
@@ -46,7 +46,7 @@ def test_the_command_and_a_log_without_stages(tmp_path: Path, capsys: pytest.Cap
     assert json.loads(said.out)["displayTimeUnit"] == "ms"
     assert "2 slices" in said.err
     with pytest.raises(ConfigError, match="older version"):
-        engine_timeline([{"event": "batch", "id": 0}])
+        engine_trace([{"event": "batch", "id": 0}])
     path.write_text("{}")
     assert main(["trace", str(tmp_path / "none.jsonl")]) == 2
     assert "none.jsonl" in capsys.readouterr().err

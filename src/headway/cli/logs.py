@@ -32,21 +32,20 @@ def run_trace(arguments: argparse.Namespace) -> int:
     import msgspec
 
     from headway.sim.replay import ClusterLogRun, open_log
-    from headway.sim.report.perfetto import cluster_trace, engine_timeline, engine_trace
+    from headway.sim.report.perfetto import cluster_trace, engine_trace
 
     log = open_log(arguments.log)
     with reading(f"{arguments.log} is damaged", ConfigError):
         if isinstance(log, ClusterLogRun):
-            body = msgspec.json.encode(cluster_trace(log))
+            trace = cluster_trace(log)
             counts = f"{len(log.spans)} spans, {len(log.transfers)} KV transfers, {len(log.requests)} requests"
             drawn = f"{len(log.instances)} instances, {counts}"
         else:
-            trace = engine_timeline(log)
-            body = msgspec.json.encode(engine_trace(trace))
-            drawn = f"{len(trace.slices)} slices on {len(trace.lanes)} lanes, {len(trace.requests)} requests"
-            if not trace.slices and not trace.requests:
+            trace = engine_trace(log)
+            drawn = trace.described()
+            if all(event["ph"] == "M" for event in trace.events):
                 raise ConfigError(f"{arguments.log} has no request and no batch: there is nothing to draw")
-    write_output(arguments.out, body)
+    write_output(arguments.out, msgspec.json.encode(trace.to_json()))
     # Where the trace goes to stdout, it is alone there.
     print(f"{drawn}: {arguments.out}", file=sys.stderr if str(arguments.out) == "-" else sys.stdout)
     return 0

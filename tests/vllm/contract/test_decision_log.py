@@ -17,7 +17,7 @@ from headway.perf.latency.table import TableSource, save
 from headway.sim.calibration import calibrate
 from headway.sim.explanation import explain
 from headway.sim.replay import read_log, replay
-from headway.sim.report.perfetto import engine_timeline
+from headway.sim.report.perfetto import engine_trace
 from headway.vllm import plugin
 from headway.vllm.endpoint import WhyEndpoint
 
@@ -118,10 +118,10 @@ def test_a_changed_decision_is_found(make: Make, tmp_path: Path) -> None:
 def test_the_log_can_be_drawn(make: Make, tmp_path: Path) -> None:
     engine = make({"t_target_ms": 25})
     storm(engine, 5, requests=20)
-    drawn = engine_timeline(read_log(tmp_path / "log"))
-    assert len(drawn.slices) == sum(bool(tokens) for tokens in engine.log)
-    assert drawn.requests.keys() == engine.arrived.keys()
-    assert all(life.end_s is not None for life in drawn.requests.values())
+    drawn = engine_trace(read_log(tmp_path / "log")).events
+    assert sum(event["ph"] == "X" for event in drawn) == sum(bool(tokens) for tokens in engine.log)
+    assert {event["id"] for event in drawn if event["ph"] == "b"} == engine.arrived.keys()
+    assert all(event["args"]["error"] != "unfinished" for event in drawn if event["ph"] == "e")
 
 
 def test_the_script_for_other_versions_reads_the_digests_that_the_engine_compares() -> None:

@@ -8,8 +8,8 @@ what each source shows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from headway.core.errors import ConfigError
@@ -25,39 +25,53 @@ _SPANS, _RECEIVED, _FIRST_STAGE = 1, 2, 3
 class TraceEvents:
     """Trace events in the JSON format of chrome://tracing. Methods take seconds; events have microseconds."""
 
-    def __init__(self, zero_s: float = 0.0) -> None:
-        """zero_s: the trace's origin on the clock of the times given."""
+    def __init__(self, zero_s: float | None = 0.0) -> None:
+        """zero_s: the trace's origin on the clock of the times given; None: the earliest of these."""
         self._zero_s = zero_s
+        self._named: set[tuple[str, int, int]] = set()
+        # `ts` in seconds until `to_json`
         self.events: list[dict[str, Any]] = []
-        self._meta("process_name", _REQUESTS, 0, "requests")
+        self.process(_REQUESTS, "requests")
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that Perfetto and chrome://tracing load."""
-        return {"displayTimeUnit": "ms", "traceEvents": self.events}
+        zero_s = self._zero_s
+        if zero_s is None:
+            zero_s = min((event["ts"] for event in self.events if "ts" in event), default=0.0)
+        events = [
+            {**event, "ts": round((event["ts"] - zero_s) * 1e6, 3)} if "ts" in event else event for event in self.events
+        ]
+        return {"displayTimeUnit": "ms", "traceEvents": events}
+
+    def described(self) -> str:
+        """Return what is drawn, in words."""
+        slices = [(event["pid"], event["tid"]) for event in self.events if event["ph"] == "X"]
+        requests = sum(event["ph"] == "b" and event["pid"] == _REQUESTS for event in self.events)
+        return f"{len(slices)} slices on {len(set(slices))} lanes, {requests} requests"
 
     def process(self, process: int, name: str) -> None:
-        """Name a process."""
+        """Name a process; the first name counts."""
         self._meta("process_name", process, 0, name)
 
     def thread(self, process: int, thread: int, name: str) -> None:
-        """Name a thread."""
+        """Name a thread; the first name counts."""
         self._meta("thread_name", process, thread, name)
 
     def slice(
         self, at: tuple[int, int], name: str, category: str, start_s: float, end_s: float, about: dict[str, Any]
     ) -> None:
         """Add a slice to a thread. at: (process, thread). about: what a click on the slice shows."""
-        where = {"pid": at[0], "tid": at[1], "ts": self._us(start_s), "dur": round((end_s - start_s) * 1e6, 3)}
+        where = {"pid": at[0], "tid": at[1], "ts": start_s, "dur": round((end_s - start_s) * 1e6, 3)}
         self.events.append({"ph": "X", "name": name, "cat": category, **where, "args": about})
 
     def instant(self, at: tuple[int, int], name: str, at_s: float, about: dict[str, Any]) -> None:
         """Add an instant to a thread."""
-        where = {"pid": at[0], "tid": at[1], "ts": self._us(at_s)}
+        where = {"pid": at[0], "tid": at[1], "ts": at_s}
         self.events.append({"ph": "i", "s": "t", "name": name, **where, "args": about})
 
     def counter(self, process: int, name: str, at_s: float, value: int) -> None:
         """Set a counter of a process."""
-        where = {"pid": process, "tid": 0, "ts": self._us(at_s)}
+        where = {"pid": process, "tid": 0, "ts": at_s}
         self.events.append({"ph": "C", "name": name, **where, "args": {name: value}})
 
     def interval(
@@ -75,7 +89,7 @@ class TraceEvents:
         what clicks on its begin and end show."""
 
         def add(phase: str, at_s: float, shown: Mapping[str, Any] | None) -> None:
-            event = {**common, "ph": phase, "ts": self._us(at_s)}
+            event = {**common, "ph": phase, "ts": at_s}
             self.events.append(event if shown is None else {**event, "args": dict(shown)})
 
         add("b", start_s, about)
@@ -84,10 +98,9 @@ class TraceEvents:
         add("e", end_s, end)
 
     def _meta(self, kind: str, process: int, thread: int, name: str) -> None:
-        self.events.append({"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}})
-
-    def _us(self, at_s: float) -> float:
-        return round((at_s - self._zero_s) * 1e6, 3)
+        if (kind, process, thread) not in self._named:
+            self._named.add((kind, process, thread))
+            self.events.append({"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}})
 
 
 def _request(name: str, key: str, category: str = "request") -> dict[str, Any]:
@@ -143,32 +156,8 @@ def simulation_trace(result: SimResult) -> dict[str, Any]:
     return trace.to_json()
 
 
-@dataclass(frozen=True)
-class StageSlice:
-    """The part of one batch that one stage of one KV group computed: seconds on the log's clock."""
-
-    batch: int
-    group: int
-    stage: int
-    start_s: float
-    end_s: float
-    decodes: int
-    chunks: tuple[tuple[str, int, int], ...]
-    """(request, first token, tokens) of each chunk."""
-    predicted_s: float
-    assisted: int = 0
-    """Rows of other groups' requests whose attention over this group's KV it computed."""
-
-    @property
-    def name(self) -> str:
-        words = f"{self.decodes} decodes"
-        prefill = sum(tokens for _, _, tokens in self.chunks)
-        own = f"{prefill} prefill + {words}" if self.chunks else words
-        return f"{own} + {self.assisted} assisted" if self.assisted else own
-
-    def add_to(self, trace: TraceEvents, at: tuple[int, int]) -> None:
-        about = {"batch": self.batch, "chunks": _chunks_text(self.chunks), "predicted_ms": self.predicted_s * 1e3}
-        trace.slice(at, self.name, "prefill" if self.chunks else "decode", self.start_s, self.end_s, about)
+Lane = Callable[[int, int], tuple[int, int]]
+"""The process and the thread of a (KV group, pipeline stage), which it names."""
 
 
 @dataclass
@@ -180,115 +169,86 @@ class _RequestLife:
     error: str = ""
 
 
-@dataclass(frozen=True)
-class GroupJoined:
-    """A KV group joined a request: it holds the request's KV from token `start` on."""
-
-    group: int
-    request: str
-    start: int
-    at_s: float
-
-
-@dataclass
-class EngineTimeline:
-    """What an engine's event log says of its stages and requests."""
-
-    slices: list[StageSlice] = field(default_factory=list)
-    requests: dict[str, _RequestLife] = field(default_factory=dict)
-    joins: list[GroupJoined] = field(default_factory=list)
-
-    @property
-    def lanes(self) -> list[tuple[int, int]]:
-        """(group, stage) of all slices, ascending."""
-        return sorted({(one.group, one.stage) for one in self.slices})
-
-
-def engine_timeline(events: Iterable[Mapping[str, Any]]) -> EngineTimeline:
-    """Read the events of `headway serve --event-log FILE` or of the vLLM plug-in.
+def engine_trace(events: Iterable[Mapping[str, Any]]) -> TraceEvents:
+    """Return the trace of `headway serve --event-log FILE` or of the vLLM plug-in: a process for each KV group, a
+    thread for each pipeline stage.
 
     Raises ConfigError on a log of an older version, without times by stage."""
-    found = EngineTimeline()
+    trace = TraceEvents(None)
+
+    def lane(group: int, stage: int) -> tuple[int, int]:
+        trace.process(group + 1, f"group {group}")
+        trace.thread(group + 1, stage + 1, f"stage {stage}")
+        return group + 1, stage + 1
+
+    requests, last_s = _add_engine_log(trace, events, lane)
+    for name, life in requests.items():
+        mark = None if life.first_chunk_s is None else ("first chunk", life.first_chunk_s)
+        end_s = max(last_s, life.arrival_s) if life.end_s is None else life.end_s
+        error = {"error": life.error or ("unfinished" if life.end_s is None else "")}
+        trace.interval(_request(name, name), life.arrival_s, end_s, {"prompt": life.prompt}, mark, error)
+    return trace
+
+
+def _add_engine_log(
+    trace: TraceEvents, events: Iterable[Mapping[str, Any]], lane: Lane
+) -> tuple[dict[str, _RequestLife], float]:
+    """Add an engine's batches and the KV groups that join requests; return its requests, and its last batch's end."""
+    requests: dict[str, _RequestLife] = {}
+    last_s = float("-inf")
     for event in events:
         kind = event.get("event")
         if kind == "add":
-            found.requests[event["request"]] = _RequestLife(event["arrival_s"], event["prompt"])
-        elif (kind == "abort" or event.get("aborted")) and event["request"] in found.requests:
-            life = found.requests[event["request"]]
+            requests[event["request"]] = _RequestLife(event["arrival_s"], event["prompt"])
+        elif (kind == "abort" or event.get("aborted")) and event["request"] in requests:
+            life = requests[event["request"]]
             life.end_s, life.error = event["at_s"], "aborted"
         elif kind == "batch":
             if "parts" not in event:
                 raise ConfigError("the log's batches do not say when each stage computed: it is of an older version")
-            _add_batch(found, event)
-    return found
+            last_s = max(last_s, _add_batch(trace, event, lane, requests))
+    return requests, last_s
 
 
-def _add_batch(found: EngineTimeline, event: Mapping[str, Any]) -> None:
+def _add_batch(trace: TraceEvents, event: Mapping[str, Any], lane: Lane, requests: dict[str, _RequestLife]) -> float:
+    """Add a batch; return the end of its last stage."""
+    # rows of other groups' requests whose attention over a group's KV it computed
     assisted: dict[int, int] = {}
     for group, _, rows, _ in event.get("assists", ()):
         assisted[group] = assisted.get(group, 0) + rows
+    last_s = float("-inf")
+    for group, decodes, chunks, stages in event["parts"]:
+        words = f"{decodes} decodes" + (f" + {assisted[group]} assisted" if group in assisted else "")
+        name = f"{sum(tokens for _, _, tokens in chunks)} prefill + {words}" if chunks else words
+        about = {"batch": event["id"], "chunks": _chunks_text(chunks), "predicted_ms": event["predicted_s"] * 1e3}
+        for stage, (start_s, end_s) in enumerate(stages):
+            trace.slice(lane(group, stage), name, "prefill" if chunks else "decode", start_s, end_s, about)
+            last_s = max(last_s, end_s)
+        for request, _, _ in chunks:
+            life = requests.get(request)
+            if life is not None and life.first_chunk_s is None and stages:
+                life.first_chunk_s = stages[0][0]
     # a group joins at the start of the batch with its first tokens
     begun = {group: stages[0][0] for group, _, _, stages in event["parts"] if stages}
     for group, request, start in event.get("joins", ()):
-        found.joins.append(GroupJoined(group, request, start, begun.get(group, event["at_s"])))
-    for group, decodes, chunks, stages in event["parts"]:
-        held = tuple((name, start, tokens) for name, start, tokens in chunks)
-        rest = (decodes, held, event["predicted_s"], assisted.get(group, 0))
-        for stage, (start_s, end_s) in enumerate(stages):
-            found.slices.append(StageSlice(event["id"], group, stage, start_s, end_s, *rest))
-        for name, _, _ in held:
-            life = found.requests.get(name)
-            if life is not None and life.first_chunk_s is None and stages:
-                life.first_chunk_s = stages[0][0]
+        at_s = begun.get(group, event["at_s"])
+        trace.instant(lane(group, 0), f"group {group} joins {request}", at_s, {"from_token": start})
     for name in event["ended"]:
-        if name in found.requests:
-            found.requests[name].end_s = event["at_s"]
+        if name in requests:
+            requests[name].end_s = event["at_s"]
+    return last_s
 
 
-def engine_trace(found: EngineTimeline) -> dict[str, Any]:
-    """Return the trace of an engine's log: a process for each KV group, a thread for each pipeline stage."""
-    times = [one.start_s for one in found.slices] + [life.arrival_s for life in found.requests.values()]
-    trace = TraceEvents(min(times, default=0.0))
-    for group, stage in found.lanes:
-        trace.process(group + 1, f"group {group}")
-        trace.thread(group + 1, stage + 1, f"stage {stage}")
-    for one in found.slices:
-        one.add_to(trace, (one.group + 1, one.stage + 1))
-    for join in found.joins:
-        words = f"group {join.group} joins {join.request}"
-        trace.instant((join.group + 1, 1), words, join.at_s, {"from_token": join.start})
-    last_s = max((one.end_s for one in found.slices), default=min(times, default=0.0))
-    for name, life in found.requests.items():
-        mark = None if life.first_chunk_s is None else ("first chunk", life.first_chunk_s)
-        end_s = last_s if life.end_s is None else life.end_s
-        trace.interval(
-            _request(name, name), life.arrival_s, end_s, {"prompt": life.prompt}, mark, {"error": life.error}
-        )
-    return trace.to_json()
-
-
-def cluster_trace(run: ClusterLogRun) -> dict[str, Any]:
+def cluster_trace(run: ClusterLogRun) -> TraceEvents:
     """Return the trace of a cluster's logs: a process for each instance, with threads for the spans that it computed in
     groups, the KV that it received, and its scheduler's iterations by KV group and stage.
 
     Raises ConfigError on a log of an older version, without times by stage."""
-    timelines = {instance: engine_timeline(events) for instance, events in run.batches.items()}
-    starts = [life.request.arrival_s for life in run.requests.values()] + [one.start_s for one in run.spans]
-    starts += [one.start_s for each in timelines.values() for one in each.slices]
-    zero_s = min(starts, default=0.0)
-    trace = TraceEvents(zero_s)
-
-    def lane(group: int, stage: int) -> int:
-        # Stages are few: a hundred threads for each group keeps them apart.
-        return _FIRST_STAGE + 100 * group + stage
-
+    trace = TraceEvents(None)
     for one in run.instances:
         trace.process(one.id + 1, f"instance {one.id} ({one.role}, node {one.node})")
         trace.thread(one.id + 1, _SPANS, "spans in a group")
         trace.thread(one.id + 1, _RECEIVED, "KV received")
-    for instance, found in timelines.items():
-        for group, stage in found.lanes:
-            trace.thread(instance + 1, lane(group, stage), f"scheduler, group {group} stage {stage}")
     for span in run.spans:
         about = {"group": list(span.group), "last": span.last}
         for instance in span.group:
@@ -297,14 +257,20 @@ def cluster_trace(run: ClusterLogRun) -> dict[str, Any]:
     for number, (name, moved) in enumerate(run.transfers):
         common = {"cat": "KV", "id": number, "pid": moved.target + 1, "tid": _RECEIVED}
         trace.interval({**common, "name": f"{name} from {moved.source}"}, moved.start_s, moved.end_s)
-    last_s = max((span.end_s for span in run.spans), default=zero_s)
+    last_s = max((span.end_s for span in run.spans), default=float("-inf"))
     for name, life in run.requests.items():
         arrival_s = life.request.arrival_s
         end_s = max(last_s, arrival_s) if life.end_s is None else life.end_s
         error = life.error or ("" if life.end_s is not None else "unfinished")
         about = {"prompt": life.request.prompt_tokens}
         trace.interval(_request(name, name), arrival_s, end_s, about, None, {"error": error})
-    for instance, found in timelines.items():
-        for one_slice in found.slices:
-            one_slice.add_to(trace, (instance + 1, lane(one_slice.group, one_slice.stage)))
-    return trace.to_json()
+    for instance, events in run.batches.items():
+
+        def lane(group: int, stage: int, process: int = instance + 1) -> tuple[int, int]:
+            # Stages are few: a hundred threads for each group keeps them apart.
+            thread = _FIRST_STAGE + 100 * group + stage
+            trace.thread(process, thread, f"scheduler, group {group} stage {stage}")
+            return process, thread
+
+        _add_engine_log(trace, events, lane)
+    return trace
