@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,9 +8,17 @@ from pathlib import Path
 import pytest
 from tests.bench import fake_openai_server
 
+from headway.serving.load import load
 from headway.serving.load.convoy import ServerProcess
 
 FAKE = (sys.executable, str(Path(fake_openai_server.__file__)))
+
+
+def headway_bench(*words: str) -> int:
+    """Run `headway bench` in this process."""
+    parser = argparse.ArgumentParser()
+    load.add_arguments(parser)
+    return load.run(parser.parse_args(words))
 
 
 @pytest.fixture

@@ -10,11 +10,16 @@ import asyncio
 import json
 import sys
 import time
+from typing import Any
 
 from aiohttp import web
 
 LONG = 2000
 BLOCK = 16
+
+
+def usage_of(prompt: int, output: int) -> dict[str, Any]:
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
 class Fake:
@@ -51,25 +56,12 @@ class Fake:
     async def answered(self, request: web.Request, body: dict, cached: int) -> web.StreamResponse:
         prompt, count = body["prompt"], body["max_tokens"]
         length = len(prompt) if isinstance(prompt, list) else len(prompt) // 4
-        self.seen.append(
-            {
-                "tokens": length,
-                "head": prompt[:4],
-                "max_tokens": count,
-                "ignore_eos": body.get("ignore_eos"),
-                "headers": {k.lower(): v for k, v in request.headers.items()},
-            }
-        )
+        self.seen.append({"tokens": length, "headers": {k.lower(): v for k, v in request.headers.items()}})
         answer: list[int] = []
         number = len(self.seen)
         mode = self.args.mode
         if mode == "refuse" and len(self.seen) % 2 == 0:
-            error = {
-                "message": "the queue is full",
-                "type": "overloaded",
-                "param": None,
-                "code": 429,
-            }
+            error = {"message": "the queue is full", "type": "overloaded", "param": None, "code": 429}
             return web.json_response({"error": error}, status=429, headers={"Retry-After": "1"})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
@@ -85,25 +77,15 @@ class Fake:
             step = min(self.args.chunk_tokens, count - sent)
             sent += step
             finish = "length" if sent == count else None
-            text = body.get("_text") or (
-                "x" * step if not self.args.answer else self.args.answer if sent == step else ""
-            )
+            text = "x" * step if not self.args.answer else self.args.answer if sent == step else ""
             ids = [number] * step
             answer += ids
-            chunk = {
-                "id": "c",
-                "object": "text_completion",
-                "model": "fake",
-                "choices": [{"index": 0, "text": text, "finish_reason": finish}],
-            }
+            choice: dict[str, Any] = {"index": 0, "text": text, "finish_reason": finish}
+            chunk: dict[str, Any] = {"id": "c", "object": "text_completion", "model": "fake", "choices": [choice]}
             if body.get("return_token_ids"):
-                chunk["choices"][0]["token_ids"] = ids  # type: ignore[index]
+                choice["token_ids"] = ids
             if body.get("stream_options", {}).get("continuous_usage_stats"):
-                chunk["usage"] = {  # type: ignore[assignment]
-                    "prompt_tokens": length,
-                    "completion_tokens": sent,
-                    "total_tokens": length + sent,
-                }
+                chunk["usage"] = usage_of(length, sent)
             await response.write(b"data: " + json.dumps(chunk).encode() + b"\r\n\r\n")
             if mode == "cut" and sent * 2 >= count:
                 request.transport.close()
@@ -112,11 +94,7 @@ class Fake:
                 await response.write(b'data: {"error": {"message": "worker lost", "type": "server_error"}}\n\n')
                 return response
             await asyncio.sleep(self.args.gap)
-        usage = {
-            "prompt_tokens": length,
-            "completion_tokens": count,
-            "total_tokens": length + count,
-        }
+        usage = usage_of(length, count)
         if self.args.cache:
             self.keep(prompt + answer)
             usage["prompt_tokens_details"] = {"cached_tokens": cached}
@@ -137,25 +115,16 @@ def main() -> None:
     parser.add_argument("--chunk-tokens", type=int, default=1)
     parser.add_argument("--answer", default="")
     parser.add_argument("--cache", action="store_true", help="report which blocks of prompts were there before")
-    parser.add_argument(
-        "--mode",
-        default="good",
-        choices=["good", "refuse", "cut", "error-event", "die"],
-    )
+    parser.add_argument("--mode", default="good", choices=["good", "refuse", "cut", "error-event", "die"])
     args = parser.parse_args()
     if args.mode == "die":
         print("cannot load the model: weights are missing", file=sys.stderr)
         raise SystemExit(3)
     fake = Fake(args)
     app = web.Application(client_max_size=1 << 28)
-    app.add_routes(
-        [
-            web.get("/ready", fake.ready),
-            web.get("/v1/models", fake.models),
-            web.get("/requests", fake.requests),
-            web.post("/v1/completions", fake.completions),
-        ]
-    )
+    for path, handler in (("/ready", fake.ready), ("/v1/models", fake.models), ("/requests", fake.requests)):
+        app.router.add_get(path, handler)
+    app.router.add_post("/v1/completions", fake.completions)
     web.run_app(app, host="127.0.0.1", port=args.port, print=None, shutdown_timeout=0.1)
 
 

@@ -135,18 +135,9 @@ def test_bodies_hold_the_prompt_and_only_openai_fields_when_asked() -> None:
     assert TargetEndpoint(base_url="http://h:1/v1/", model="m").path("models") == "http://h:1/v1/models"
 
 
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        (b'{"error":{"message":"no"}}', "no"),
-        (b'{"detail":"x"}', "x"),
-        (b"<html>", "<html>"),
-        (b'{"error":"s"}', "s"),
-        (b"[1]", "[1]"),
-    ],
-)
-def test_errors_are_read_out_of_any_body(body: bytes, words: str) -> None:
-    assert error_message(body) == words
+def test_errors_are_read_out_of_any_body() -> None:
+    bodies = (b'{"error":{"message":"no"}}', b'{"detail":"x"}', b"<html>", b'{"error":"s"}', b"[1]")
+    assert [error_message(body) for body in bodies] == ["no", "x", "<html>", "s", "[1]"]
 
 
 def test_prompts_are_valid_and_seeded_and_share_no_prefix(tmp_path) -> None:  # type: ignore[no-untyped-def]

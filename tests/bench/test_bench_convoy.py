@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -10,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.bench.conftest import headway_bench
 from tests.helpers.polling import until
 from tests.helpers.report_pages import ReportPage
 
 from headway.core.errors import ConfigError, HeadwayError
-from headway.serving.load import load
 from headway.serving.load.convoy import (
     PolicySpec,
     ServerError,
@@ -22,36 +21,14 @@ from headway.serving.load.convoy import (
     parse_policies,
 )
 
-
-def headway_bench(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    load.add_arguments(parser)
-    return load.run(parser.parse_args(words))
-
-
 SMALL = ("--long-tokens", "6000", "--short-interval", "0.1", "--short-output", "4", "--warmup", "2")
 
 
 @pytest.mark.long
 def test_a_convoy_per_policy(fake_command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, page = tmp_path / "new" / "c.json", tmp_path / "c.html"
-    assert (
-        headway_bench(
-            "convoy",
-            "--model",
-            str(tmp_path),
-            *SMALL,
-            "--server-command",
-            fake_command,
-            "--json",
-            str(file),
-            "--report",
-            str(page),
-            "--policies",
-            "lars,fcfs",
-        )
-        == 0
-    )
+    words = ("--model", str(tmp_path), *SMALL, "--server-command", fake_command, "--policies", "lars,fcfs")
+    assert headway_bench("convoy", *words, "--json", str(file), "--report", str(page)) == 0
     data = json.loads(file.read_text())
     assert data["schema"] == "headway.convoy/1"
     lars, fcfs = data["runs"]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import subprocess
@@ -9,19 +8,13 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from tests.bench.conftest import headway_bench
 from tests.helpers.polling import until
 from tests.helpers.report_pages import ReportPage
 
 from headway.core.errors import ConfigError
-from headway.serving.load import load
 from headway.serving.load.load import GoodputTargets
 from headway.sim.metrics import SloTargets
-
-
-def headway_bench(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    load.add_arguments(parser)
-    return load.run(parser.parse_args(words))
 
 
 @pytest.fixture
@@ -83,42 +76,15 @@ def test_lost_requests_make_the_command_fail(  # type: ignore[no-untyped-def]
     assert "HTTP 429" in out
 
 
-def test_a_slice_of_a_real_trace(serve_fake, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    import os
-
-    shared = Path(os.environ.get("SHARED_DATA") or Path(__file__).resolve().parents[3] / "shared")
-    real = shared / "data/traces/azure-llm-2023/AzureLLMInferenceTrace_conv.csv.gz"
-    if not real.exists():
-        pytest.skip("no real traces on this machine")
-    file = tmp_path / "o.json"
-    words = (
-        "--url",
-        serve_fake("--speed", "1e6", "--gap", "0"),
-        "--trace",
-        str(real),
-        "--slice",
-        "60s:70s",
-        "--rate",
-        "60",
-    )
-    assert headway_bench(*words, "--max-output-tokens", "5", "--json", str(file)) == 0
-    assert len(json.loads(file.read_text())["requests"]) > 20
-
-
 def test_ctrl_c_reports_finished_requests(serve_fake, untimed: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     file = tmp_path / "o.json"
-    code = (
-        "import argparse, sys\nfrom headway.serving.load import load\np = argparse.ArgumentParser()\n"
-        "load.add_arguments(p)\nsys.exit(load.run(p.parse_args(sys.argv[1:])))\n"
-    )
+    code = "import sys; from tests.bench.conftest import headway_bench; sys.exit(headway_bench(*sys.argv[1:]))"
     url = serve_fake()
     words = ["--url", url, "--trace", str(untimed), "--rate", "5", "--json", str(file)]
     child = subprocess.Popen(
-        [sys.executable, "-c", code, *words],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        [sys.executable, "-c", code, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # background jobs ignore it
-    )
+    )  # fmt: skip
 
     def some_are_answered() -> bool:
         with urllib.request.urlopen(f"{url}/requests", timeout=10) as seen:

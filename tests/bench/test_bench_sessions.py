@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.bench.test_bench_load import headway_bench
+from tests.bench.conftest import headway_bench
 
 from headway.core.errors import ConfigError
 from headway.serving.load.client import LoadClient, LoadRequest, TargetEndpoint, run_requests
@@ -117,13 +117,8 @@ def test_a_stopped_run_sends_no_further_turn(agents: Path) -> None:
             with contextlib.suppress(asyncio.CancelledError):
                 if len(self.sent) <= 2:
                     await asyncio.Event().wait()
-            return RequestRecord(
-                id=job.id,
-                klass="",
-                arrival_s=0.0,
-                prompt_tokens=job.prompt_tokens,
-                error="cancelled: the run was stopped",
-            )
+            why = "cancelled: the run was stopped"
+            return RequestRecord(id=job.id, klass="", arrival_s=0.0, prompt_tokens=job.prompt_tokens, error=why)
 
     async def stopped() -> tuple[Slow, list[RequestRecord], bool]:
         slow = Slow()
