@@ -11,6 +11,13 @@ from headway.cli.main import main
 TWO_HOSTS = "pools: [{role: prefill}, {role: decode, host: 1}]\nplacement: fixed-sp\noptions: {sp: 1}\n"
 
 
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run loads nothing, and says `loaded`."""
+    monkeypatch.setattr("headway.runtime.assembly.dry_run.cluster_report", lambda *_: ["loaded"])
+
+
+@pytest.mark.usefixtures("loaded")
 @pytest.mark.parametrize(
     ("content", "flags", "words"),
     [
@@ -21,14 +28,8 @@ TWO_HOSTS = "pools: [{role: prefill}, {role: decode, host: 1}]\nplacement: fixed
     ],
 )
 def test_a_faulty_file_is_refused_in_one_line(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    content: str,
-    flags: tuple[str, ...],
-    words: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, flags: tuple[str, ...], words: str
 ) -> None:
-    monkeypatch.setattr("headway.runtime.assembly.dry_run.cluster_report", lambda *_: ["loaded"])
     path = tmp_path / "cluster.yaml"
     path.write_text(content)
     assert main(["cluster", str(path), "--dry-run", *flags]) == 2
@@ -39,10 +40,10 @@ def test_a_faulty_file_is_refused_in_one_line(
     assert said.err.count("\n") == 1
 
 
+@pytest.mark.usefixtures("loaded")
 def test_more_instances_than_cores_are_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.runtime.assembly.dry_run.cluster_report", lambda *_: ["loaded"])
     monkeypatch.setattr("headway.serving.serve_settings.CORES", (0, 1))
     path = tmp_path / "cluster.yaml"
     path.write_text("pools: [{count: 900}]\nplacement: jsq\n")
@@ -53,10 +54,10 @@ def test_more_instances_than_cores_are_said(
     assert capsys.readouterr().out == "loaded\n"
 
 
+@pytest.mark.usefixtures("loaded")
 def test_two_hosts_are_tried_without_ray_and_not_served_without_its_address(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("headway.runtime.assembly.dry_run.cluster_report", lambda *_: ["loaded"])
     path = tmp_path / "cluster.yaml"
     path.write_text(TWO_HOSTS)
     assert main(["cluster", str(path), "--dry-run"]) == 0

@@ -76,9 +76,8 @@ def test_an_approximation_is_never_more_than_illustrative() -> None:
     assert fails.verdict.startswith("not reproduced: ")
 
 
-@pytest.mark.parametrize("verdict", ["", "good", "not reproduced: ", "exactly", "within band"])
-def test_other_verdicts_are_not_allowed(verdict: str) -> None:
-    assert not v.allowed(verdict)
+def test_other_verdicts_are_not_allowed() -> None:
+    assert not any(map(v.allowed, ["", "good", "not reproduced: ", "exactly", "within band"]))
 
 
 def test_numbers_are_written_with_four_digits() -> None:

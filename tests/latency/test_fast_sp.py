@@ -11,14 +11,16 @@ from headway.perf.latency.fast_sp import AcceleratorGroup, SpRates
 from headway_research.pecsched.fast_sp import attention_flops, printed_fastest
 
 RATES = SpRates.of(accelerator("a100"), 400.0, 0.6, 0.55)
-FREE = SpRates(  # communication costs nothing, kernels lose nothing in a ring
-    linear_flops=1e14,
-    attention_flops=1e14,
-    bandwidth=1e15,
-    inside=NetworkLink(name="free", bytes_per_s=1e30, latency_s=0.0, source=""),
-    node=NetworkLink(name="free", bytes_per_s=1e30, latency_s=0.0, source=""),
-    ring_loss=0.0,
-)
+
+
+def simple_rates(bytes_per_s: float, **fields: float) -> SpRates:
+    """Return round rates, and links without latency."""
+    link = NetworkLink(name="simple", bytes_per_s=bytes_per_s, latency_s=0.0, source="", efficiency=1.0)
+    return SpRates(linear_flops=1e14, attention_flops=1e14, bandwidth=1e15, inside=link, node=link, **fields)
+
+
+FREE = simple_rates(1e30, ring_loss=0.0)  # communication costs nothing, kernels lose nothing in a ring
+BARE = simple_rates(1e9)
 MODELS = {"mistral-7b": 1, "phi-3-14b": 1, "yi-34b": 4, "llama-3-70b": 4}
 GROUPS = st.sampled_from([(8, 1), (16, 2), (32, 4)])
 
@@ -60,15 +62,6 @@ def mlp_crossover(shape: ModelShape) -> int:
         m, u = (fast_sp.mlp_stage(form, shape, BARE, g, middle * 8).exposed_s for form in fast_sp.FORMS)
         low, high = (low, middle) if u < m else (middle + 1, high)
     return low
-
-
-BARE = SpRates(
-    linear_flops=1e14,
-    attention_flops=1e14,
-    bandwidth=1e15,
-    inside=NetworkLink(name="bare", bytes_per_s=1e9, latency_s=0.0, source="", efficiency=1.0),
-    node=NetworkLink(name="bare", bytes_per_s=1e9, latency_s=0.0, source="", efficiency=1.0),
-)
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("yi-34b", 7680), ("llama-3-70b", 10752)])

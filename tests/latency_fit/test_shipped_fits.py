@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 from typing import Literal
 
 import msgspec
 import numpy as np
 import pytest
 from benchmarks.latency_bands import coverage, derived_band, devices, inside
-from benchmarks.latency_fit import families, files, unseen_devices, unseen_heads, unseen_runs, unseen_shapes
+from benchmarks.latency_fit import (
+    extrapolation,
+    families,
+    files,
+    unseen_devices,
+    unseen_heads,
+    unseen_runs,
+    unseen_shapes,
+)
+from scripts.fit_latency import make, profile_files
 from tests.helpers.present import present
 
 from headway.core.errors import ConfigError
@@ -29,14 +36,6 @@ PROFILES = ROOT.parent / "shared" / "data" / "profiles"
 needs_profiles = pytest.mark.skipif(not PROFILES.is_dir(), reason="the public profiles are not beside this checkout")
 
 PHI = {"num_hidden_layers": 32, "hidden_size": 2560, "num_attention_heads": 32, "vocab_size": 51200}
-
-
-def script(name: str, path: Path) -> ModuleType:
-    spec = present(importlib.util.spec_from_file_location(name, path))
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_shipped_fits_are_small_files() -> None:
@@ -181,12 +180,9 @@ def test_a_block_with_one_norm_and_no_gate_costs_less_elementwise() -> None:
 @needs_profiles
 @pytest.mark.long
 def test_what_is_beyond_the_measured_and_the_profiled_stays_within_what_is_stated() -> None:
-    held_out = script("latency_fit_benchmark", ROOT / "benchmarks" / "latency_fit.py")
-    profiles = [
-        p for p in read_all(held_out.files(PROFILES)) if p.source.startswith("vllm") or p.family == "elementwise"
-    ]
+    profiles = [p for p in read_all(files(PROFILES)) if p.source.startswith("vllm") or p.family == "elementwise"]
     decodes = [p for p in profiles if p.family == "decode"]
-    errors = {name: float(found.mean()) for name, found in held_out.extrapolation(decodes).items()}
+    errors = {name: float(found.mean()) for name, found in extrapolation(decodes).items()}
     found = {name: error for name, error in errors.items() if "16383" in name}
     # L40S: reads that begin in its cache; where it ends is known to an octave.
     assert found.pop("decodes, l40s-48gb vllm-0.24.0: history <= 16383 -> 65535") <= 0.10
@@ -254,9 +250,8 @@ def test_unknown_die_is_listed() -> None:
 @needs_profiles
 def test_shipped_fits_equal_the_output_of_the_script() -> None:
     pytest.importorskip("pyarrow", reason="Parquet needs headway[fit]")
-    maker = script("fit_latency", ROOT / "scripts" / "fit_latency.py")
-    profiles = read_all(maker.profile_files(PROFILES))
-    made = device_fit.decode(maker.make("a100-80gb", profiles), "what the script makes")
+    profiles = read_all(profile_files(PROFILES))
+    made = device_fit.decode(make("a100-80gb", profiles), "what the script makes")
     # Not bytes: logarithms differ in their last bit between processors, and a tree may then ask another question.
     for name, layout in (
         ("llama-3-8b", ParallelLayout(tp=8, stages=2)),
@@ -272,12 +267,11 @@ def test_shipped_fits_equal_the_output_of_the_script() -> None:
 
 @needs_profiles
 def test_held_out_counts_stay_within_the_target() -> None:
-    bench = script("latency_fit", ROOT / "benchmarks" / "latency_fit.py")
     folder = PROFILES / "vidur" / "compute"
     paths = [folder / "a100/meta-llama/Meta-Llama-3-8B/mlp.csv.gz", folder / "h100/Qwen/Qwen-72B/mlp.csv.gz"]
     paths.append(PROFILES / "frontier/compute/h800/Llama-3.1-405B-Instruct-FP8/attention_kernel_only.csv.gz")
     profiles = read_all(paths)
-    for (device, model, family), errors in bench.families(profiles).items():
+    for (device, model, family), errors in families(profiles).items():
         assert errors.mean() < 0.05, (device, model, family)
 
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from tests.parity.checkpoints import checkpoint_case
 from tests.parity.outcomes import report, run
-from tests.parity.tokenizers_ import tokenizer_case
-
-CASES = {"checkpoint": checkpoint_case, "tokenizer": tokenizer_case}
+from tests.parity.test_parity import CASES
 
 
 def main() -> None:

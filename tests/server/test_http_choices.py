@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tests.helpers.fake_engine import INFO, FakeEngine, say
 
 from headway.core.request import TokenLogprobs
@@ -35,8 +36,7 @@ def events(text: str) -> list[dict[str, Any]]:
 @pytest.fixture
 def whole(engine: FakeEngine) -> FakeEngine:
     """An engine of one worker that scores prompts."""
-    known = {name: getattr(INFO, name) for name in INFO.__struct_fields__}
-    engine.info_value = INFO.__class__(**{**known, "layout": "tp1-pp1-kvp1"})
+    engine.info_value = replace(INFO, layout="tp1-pp1-kvp1")
     engine.script = scored
     return engine
 
@@ -118,8 +118,7 @@ async def test_scores_of_prompts_are_refused_where_they_cannot_be_had(
     async with connect(served_model_name=("m",), journal=str(tmp_path / "j")) as client:
         answer = (await client.post(PATH, json=body)).json()["error"]
         assert "with a journal" in answer["message"]
-    known = {name: getattr(INFO, name) for name in INFO.__struct_fields__}
-    engine.info_value = INFO.__class__(**{**known, "layout": "tp2-pp1-kvp1"})
+    engine.info_value = replace(INFO, layout="tp2-pp1-kvp1")
     async with connect(served_model_name=("m",)) as client:
         answer = (await client.post(PATH, json={**BODY, "prompt_logprobs": 2})).json()["error"]
     assert (answer["param"], answer["code"]) == ("prompt_logprobs", 400)

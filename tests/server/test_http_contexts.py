@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 import pytest
 from tests.helpers.fake_engine import INFO, FakeEngine
+from tests.helpers.polling import eventually
 
 from headway.core.errors import OverloadedError
 from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
@@ -33,10 +34,11 @@ def engine() -> FakeEngine:
     return FakeEngine(info_value=info, script=prepared, gate=asyncio.Semaphore(0))
 
 
-async def _status(client: Any, name: str, wanted: str) -> dict[str, Any]:
+async def _status(client: Any, name: str, wanted: str, computed: int | None = None) -> dict[str, Any]:
+    """Wait until a document has this status, and so many of its tokens are computed; return what is shown."""
     for _ in range(1000):
         shown: dict[str, Any] = (await client.get(f"/v1/contexts/{name}")).json()
-        if shown["status"] == wanted:
+        if shown["status"] == wanted and computed in (None, shown["computed_tokens"]):
             return shown
         await asyncio.sleep(0.002)
     raise AssertionError(f"{shown} is never {wanted}")
@@ -54,10 +56,7 @@ async def test_a_document_is_pending_then_ready_then_deleted(connect: Any, engin
         assert engine.submits[0].priority == 2**63 - 1
         assert (await client.get("/v1/contexts")).json()["data"] == [ready]
         assert (await client.delete(f"/v1/contexts/{shown['id']}")).json()["deleted"]
-        for _ in range(1000):
-            if engine.aborted:
-                break
-            await asyncio.sleep(0.002)
+        await eventually(lambda: engine.aborted)
         assert engine.aborted == [shown["id"]]
         assert (await client.get(f"/v1/contexts/{shown['id']}")).status_code == 404
 
@@ -139,17 +138,9 @@ async def test_progress_is_shown(connect: Any, engine: FakeEngine) -> None:
     assert engine.gate is not None
     async with connect() as client:
         name = (await client.post("/v1/contexts", json=BODY)).json()["id"]
-        await _until(client, name, lambda shown: shown["computed_tokens"] == 3 and shown["status"] == "pending")
+        await _status(client, name, "pending", computed=3)
         engine.gate.release()
-        await _until(client, name, lambda shown: shown["status"] == "ready")
-
-
-async def _until(client: Any, name: str, true: Callable[[dict[str, Any]], bool]) -> None:
-    for _ in range(1000):
-        if true((await client.get(f"/v1/contexts/{name}")).json()):
-            return
-        await asyncio.sleep(0.002)
-    raise AssertionError("it never comes to that")
+        await _status(client, name, "ready")
 
 
 QUESTION = [{"role": "user", "content": "a question"}]
@@ -195,13 +186,7 @@ async def test_a_completion_that_names_a_context_continues_it(
         ("chat/completions", {"model": "fake-model", "prompt": "x"}, {}, 400, "the context "),
         ("completions", BODY, {"prompt": "x"}, 400, "the context "),
         ("completions", {"model": "fake-model", "prompt": "x"}, {"prompt": [1]}, 400, "'prompt' must be text, as"),
-        (
-            "completions",
-            {"model": "fake-model", "prompt": [1]},
-            {"prompt": "x"},
-            400,
-            "'prompt' must be an array of tok",
-        ),
+        ("completions", {"model": "fake-model", "prompt": [1]}, {"prompt": "x"}, 400, "'prompt' must be an array of"),
         ("completions", {"model": "fake-model", "prompt": "x"}, {"prompt": ["a"]}, 400, "'prompt' must be text, as"),
     ],
 )
@@ -252,10 +237,7 @@ async def test_documents_wait_in_a_queue_of_their_own(connect: Any, engine: Fake
     engine.hold, engine.gate = asyncio.Event(), None
     async with connect() as client:
         made = [(await client.post("/v1/contexts", json=BODY)).json()["id"] for _ in range(12)]
-        for _ in range(1000):
-            if len(engine.running) == 4:
-                break
-            await asyncio.sleep(0.002)
+        await eventually(lambda: len(engine.running) == 4)
         # The engine's queue is the chats': few documents are in it.
         assert len(engine.submits) == len(engine.running) == 4
         engine.gate = asyncio.Semaphore(0)

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tests.helpers.fake_engine import FakeEngine, fail, say
 
 from headway.core.request import Slo
@@ -56,7 +57,7 @@ async def test_asked_met_and_missed_count_by_class(connect: Any, engine: FakeEng
         await client.post("/v1/completions", json={**BODY, "slo": {"ttft_ms": 60000, "tpot_ms": 60000}})
         await client.post("/v1/completions", json={**BODY, "class": "agent"}, headers={"x-slo-ttft-ms": "0.000001"})
         long = {**BODY, "prompt": [2] * 4000, "slo": {"ttft_ms": 60000}}
-        engine.info_value = engine.info_value.__class__(**{**_fields(engine.info_value), "long_tokens": 100})
+        engine.info_value = replace(engine.info_value, long_tokens=100)
         engine.script = fail("timeout", after=[5])
         await client.post("/v1/completions", json=long)
         values = await scrape(client)
@@ -72,10 +73,6 @@ async def test_asked_met_and_missed_count_by_class(connect: Any, engine: FakeEng
     }
     assert values['class_time_to_first_token_seconds_count class="short"'] == 2
     assert values['class_worst_gap_seconds_count class="agent"'] == 1
-
-
-def _fields(info: Any) -> dict[str, Any]:
-    return {name: getattr(info, name) for name in info.__struct_fields__}
 
 
 async def test_counters_of_output_move_with_each_delta(connect: Any, engine: FakeEngine) -> None:

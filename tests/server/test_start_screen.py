@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tests.helpers.fake_engine import INFO, FakeEngine
 from tests.helpers.polling import eventually, run_ready_tasks
 
@@ -28,10 +29,11 @@ pytestmark = pytest.mark.anyio
 
 
 def shown(tokenizer: ModelTokenizer, **settings: Any) -> str:
-    engine = FakeEngine(state="ready")
-    known = {name: getattr(INFO, name) for name in INFO.__struct_fields__}
-    known |= {"processor": "Xeon 9", "kernels": "compiled kernels for bf16", "profile": "measured in 25 s"}
-    engine.info_value = INFO.__class__(**{**known, "kv_bytes": 8192 * 16, "parameters": 12_300_000})
+    info = replace(
+        INFO, processor="Xeon 9", kernels="compiled kernels for bf16", profile="measured in 25 s", kv_bytes=8192 * 16,
+        parameters=12_300_000,
+    )  # fmt: skip
+    engine = FakeEngine(state="ready", info_value=info)
     context = create_app(engine, tokenizer, ServerSettings(**settings)).state.headway
     return banner(context, "http://127.0.0.1:8000")
 
