@@ -50,6 +50,7 @@ def test_a_command_begins_with_what_was_asked_and_fits_80_columns(
     file = tmp_path / "two-lengths.yaml"
     file.write_text(SCENARIO)
     given = [str(file) if word == "FILE" else word for word in words]
+    given += ["--jobs", "1"] * (words[0] in ("simulate", "compare"))
     done = headway(*given, COLUMNS="80", PYTHONIOENCODING=encoding, NO_COLOR="1")
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.replace(str(file), "FILE").splitlines()
@@ -68,7 +69,8 @@ def test_a_file_s_own_sweep_runs_unless_its_field_is_set_or_another_is_swept(tmp
         ("--sweep", "policy.policy=lars,edf"): ["lars", "edf"],
     }
     for words, policies in rows.items():
-        lines = headway("simulate", str(file), "--set", "run.window_s=9", *words, COLUMNS="80").stdout.splitlines()
+        given = ("simulate", str(file), "--set", "run.window_s=9", "--jobs", "1", *words)
+        lines = headway(*given, COLUMNS="80").stdout.splitlines()
         assert [line.split()[0] for line in lines if " chat  " in line and line.split()[0] != "chat"] == policies
 
 

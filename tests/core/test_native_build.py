@@ -141,6 +141,7 @@ def test_every_library_of_a_wheel_has_sources_and_a_name_of_its_own() -> None:
     assert len({library.prebuilt() for library in LIBRARIES.values()}) == len(LIBRARIES) == 4
 
 
+@pytest.mark.long
 def test_a_compiler_older_than_amx_gives_the_bf16_kernels_by_vectors(tmp_path: Path) -> None:
     library = LIBRARIES["kernels"]
     older = dataclasses.replace(library, flags=(*library.flags, "-O0", "-DHEADWAY_TILES=0"))

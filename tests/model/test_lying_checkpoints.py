@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.lies import NO_FILES, VALUES, bounded, changed, check_sentence, damaged, replace_file
+from tests.helpers.marks import quick_first
 
 from headway.core.errors import HeadwayError
 from headway.perf.hardware import from_config_file
@@ -139,7 +140,7 @@ READERS: list[Callable[[Path], Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("family", _ROPE)
+@pytest.mark.parametrize("family", quick_first([*_ROPE], 2))
 def test_a_lying_checkpoint_is_what_it_is_or_refused(tmp_path: Path, family: str) -> None:
     plain = tmp_path / "plain"
     write_model(family, plain)

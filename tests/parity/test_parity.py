@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import pytest
+from tests.helpers.marks import quick_first
 from tests.parity.checkpoints import checkpoint_case
 from tests.parity.outcomes import Outcome, report, run
 from tests.parity.tokenizers_ import tokenizer_case
@@ -24,14 +25,7 @@ def check(name: str, case: Callable[[int], Outcome], seeds: Iterable[int]) -> No
     assert results.count("equal") > 0.3 * len(results)
 
 
-@pytest.mark.parametrize("first", range(0, 60, 20))
+@pytest.mark.parametrize("seeds", quick_first([range(40), *(range(at, at + 350) for at in (1000, 2000, 3000))]))
 @pytest.mark.parametrize("name", CASES)
-def test_some_are_equal_or_refused(name: str, first: int) -> None:
-    check(name, CASES[name], range(first, first + 20))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("first", [1000, 2000, 3000])
-@pytest.mark.parametrize("name", CASES)
-def test_many_are_equal_or_refused(name: str, first: int) -> None:
-    check(name, CASES[name], range(first, first + 350))
+def test_checkpoints_and_tokenizers_are_equal_or_refused(name: str, seeds: range) -> None:
+    check(name, CASES[name], seeds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.helpers.present import present
 
 from headway.cli.main import main
 from headway.planning.question import parse_question
-from headway.planning.search import PlanSearch, error_bars
+from headway.planning.search import PlanResult, PlanSearch, error_bars
 
 QUESTION: dict[str, Any] = {
     "model": "llama-3-8b",
@@ -32,8 +33,15 @@ QUESTION: dict[str, Any] = {
 }
 
 
+@cache
+def searched(classes: tuple[str, ...] = ("chat", "document")) -> PlanResult:
+    """Search once for the question with the demands of these classes."""
+    demands = {name: QUESTION["demands"][name] for name in classes}
+    return PlanSearch(parse_question(QUESTION | {"demands": demands})).run()
+
+
 def test_the_prediction_lies_between_both_ends_and_queueing_widens_them() -> None:
-    result = PlanSearch(parse_question(QUESTION)).run()
+    result = searched()
     bars = error_bars(result)
     assert result.best is not None
     assert bars is not None
@@ -60,11 +68,7 @@ def test_limits_within_the_bars_are_met_in_a_share_of_draws(capsys: pytest.Captu
 
 
 def test_a_class_of_longer_prompts_than_were_measured_widens_the_band() -> None:
-    of_chats = QUESTION | {"demands": {"chat": {"ttft_p99_s": 2.0}}}
-    short = error_bars(PlanSearch(parse_question(of_chats)).run())
-    long = error_bars(PlanSearch(parse_question(QUESTION)).run())
-    assert short is not None
-    assert long is not None
+    short, long = (present(error_bars(searched(classes))) for classes in (("chat",), ("chat", "document")))
     assert long.band.share > short.band.share
     assert "history" in long.band.extrapolated
     assert not short.band.extrapolated

@@ -57,7 +57,8 @@ def test_a_sweep_s_page_has_the_sentence_the_table_and_the_numbers_of_the_json(
     scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, body = tmp_path / "new" / "page.html", tmp_path / "out.json"
-    assert main(["compare", str(scenario), "--set", "run.window_s=20", "--report", str(file), "--json", str(body)]) == 0
+    words = ["compare", str(scenario), "--set", "run.window_s=20", "--jobs", "1"]
+    assert main([*words, "--report", str(file), "--json", str(body)]) == 0
     page, data, printed = checked(file), json.loads(body.read_text()), capsys.readouterr().out
     assert " ".join(page.text[0].split()) in " ".join(printed.split())
     for row in page.cells[1:]:
@@ -81,7 +82,7 @@ def test_a_sweep_s_page_has_the_sentence_the_table_and_the_numbers_of_the_json(
 
 def test_a_point_s_page_has_a_dot_a_request(scenario: Path, tmp_path: Path) -> None:
     file, rows = tmp_path / "page.html", tmp_path / "rows.csv"
-    assert main(["simulate", str(scenario), "--report", str(file), "--requests", str(rows)]) == 0
+    assert main(["simulate", str(scenario), "--jobs", "1", "--report", str(file), "--requests", str(rows)]) == 0
     page = checked(file)
     assert HOSTILE.replace("<", "&lt;").replace(">", "&gt;") in page.source
     by_arrival, by_length = page.charts
@@ -97,7 +98,7 @@ def test_a_point_s_page_has_a_dot_a_request(scenario: Path, tmp_path: Path) -> N
 def test_a_plan_s_page_lists_every_candidate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     question, file = tmp_path / "question.yaml", tmp_path / "page.html"
     question.write_text(QUESTION)
-    assert main(["plan", str(question), "--json", "--report", str(file)]) == 0
+    assert main(["plan", str(question), "--jobs", "1", "--json", "--report", str(file)]) == 0
     data, page = json.loads(capsys.readouterr().out), checked(file)
     assert page.text[0].startswith(f"Cheapest plan: {data['best']['plan']}")
     listed = page.cells[next(i for i, row in enumerate(page.cells) if row[0] == "candidate") + 1 :]
@@ -138,7 +139,8 @@ def test_names_are_never_markup_and_long_runs_stay_small(tmp_path: Path) -> None
 
 def test_a_page_needs_no_matplotlib(scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["simulate", str(scenario), "--set", "run.window_s=9", "--report", str(tmp_path / "p.html")]) == 0
+    words = ["simulate", str(scenario), "--set", "run.window_s=9", "--jobs", "1"]
+    assert main([*words, "--report", str(tmp_path / "p.html")]) == 0
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,7 @@ def test_a_folder_is_refused_before_the_work(
 @pytest.mark.skipif(missing_browser() is not None, reason=str(missing_browser()))
 def test_a_browser_draws_it_from_the_file_at_two_widths(scenario: Path, tmp_path: Path) -> None:
     file = tmp_path / "page.html"
-    assert main(["compare", str(scenario), "--set", "run.window_s=9", "--report", str(file)]) == 0
+    assert main(["compare", str(scenario), "--set", "run.window_s=9", "--jobs", "1", "--report", str(file)]) == 0
     with browser() as opened:
         for width in (1280, 400):
             opened.open(file.as_uri(), width)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.marks import quick_first
 from tests.helpers.unit_latency import small_machine
 
 from headway.core.errors import OverloadedError
@@ -24,7 +25,7 @@ from headway.sim.metrics import ttft_s
 from headway.sim.workload import TraceRequest
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", quick_first(range(6), 2))
 def test_the_ladder_is_in_time_about_as_often_as_the_best_other_order(seed: int) -> None:
     rng, requests, at = random.Random(seed), [], 0.0
     for _ in range(150):
@@ -74,7 +75,7 @@ def test_running_decodes_slow_the_prediction() -> None:
     assert beside_s > 1.2 * alone_s
 
 
-@pytest.mark.parametrize(("clients", "tokens"), [(30, 150), (16, 300)])
+@pytest.mark.parametrize(("clients", "tokens"), quick_first([(16, 300), (30, 150)]))
 def test_a_large_prompt_begins_though_a_closed_loop_of_short_ones_always_takes_the_kv(
     clients: int, tokens: int
 ) -> None:

@@ -7,7 +7,8 @@ import json
 import os
 import signal
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,17 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_worker, "SILENCE_S", 4)
 
 
-@pytest.fixture
-async def workers() -> AsyncIterator[BodyWorkers]:
+@contextmanager
+def started() -> Iterator[BodyWorkers]:
     made = BodyWorkers(TOKENIZER, 1 << 30)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[BodyWorkers]:
+    with started() as made:
+        yield made
 
 
 def body(size: int = 10) -> MemoryFile:
@@ -105,14 +112,12 @@ async def test_a_body_that_takes_too_long_is_refused_and_a_slow_one_is_not(
     module = tmp_path / "impatient_worker.py"
     lines = ("from headway.serving import body_worker", "body_worker._CPU_S_PER_BYTE = -1.999", "body_worker.main()")
     module.write_text("\n".join(lines))
-    workers.close()
-    fresh = BodyWorkers(TOKENIZER, 1 << 30)
-    for worker in fresh._workers:
-        worker.command = [*worker.command[:2], str(module)]
-    with pytest.raises(UnavailableError, match="two processes"):
-        await fresh.run(body(), 10, body_work.hang, str(tmp_path / "seen"))
+    with started() as impatient:
+        for worker in impatient._workers:
+            worker.command = [*worker.command[:2], str(module)]
+        with pytest.raises(UnavailableError, match="two processes"):
+            await impatient.run(body(), 10, body_work.hang, str(tmp_path / "seen"))
     numbers = (tmp_path / "seen").read_text().split()
-    fresh.close()
     assert len(set(numbers)) == 2
     until(lambda: all(gone(int(number)) for number in numbers), 10.0)
 
@@ -123,27 +128,25 @@ async def test_memory_that_a_body_took_comes_back(workers: BodyWorkers) -> None:
     assert (await workers.run(body(), 10, body_work.size))[0] != number
 
 
-async def test_bodies_are_refused_once_the_server_ends(workers: BodyWorkers) -> None:
-    number, _ = await workers.run(body(), 10, body_work.size)
-    under_way = asyncio.ensure_future(workers.run(body(), 10, body_work.slow, 60.0))
-    await asyncio.sleep(0.2)
-    workers.close()
+async def test_bodies_are_refused_once_the_server_ends() -> None:
+    with started() as workers:
+        number, _ = await workers.run(body(), 10, body_work.size)
+        under_way = asyncio.ensure_future(workers.run(body(), 10, body_work.slow, 60.0))
+        await asyncio.sleep(0.2)
     with pytest.raises(UnavailableError, match="the server is ending"):
         await under_way
     assert gone(number)
 
 
-async def test_files_of_the_working_directory_are_no_modules(
-    workers: BodyWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_process_imports_little_and_nothing_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("random", "queue", "socket", "pickle", "struct", "json", "typing", "tokenizers"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')")
     monkeypatch.chdir(tmp_path)
-    assert "tokenizers" in await workers.run(body(), 10, body_work.modules)
-
-
-async def test_a_process_imports_little(workers: BodyWorkers) -> None:
-    found = await workers.run(body(), 10, body_work.modules)
+    with started() as workers:
+        found = await workers.run(body(), 10, body_work.modules)
+    assert "tokenizers" in found
     assert not {"torch", "numpy", "fastapi", "headway.serving.app"} & set(found)
 
 

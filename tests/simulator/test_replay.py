@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.helpers.engine_fixtures import INFO as FAKE
+from tests.helpers.marks import quick_first
 from tests.helpers.unit_latency import small_machine
 
 from headway.cli.main import main
@@ -113,7 +114,7 @@ def live(seed: int, spread: float = 0.3, documents: float = 0.2) -> list[dict[st
     return [json.loads(msgspec.json.encode(event)) for event in log]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", quick_first(range(12), 4))
 def test_a_live_run_replays_to_the_same_decisions_which_explain_each_request(seed: int) -> None:
     log = live(seed)
     told = replay(log, detail=True)
