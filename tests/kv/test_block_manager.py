@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from tests.helpers.present import present
 
-from headway.core.batch import KvOp
 from headway.core.errors import ConfigError, InvariantError
 from headway.kv.allocator import BlockTables
 from headway.kv.block_manager import BlockManager, KvLease
@@ -83,16 +82,6 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 TestBlockManager = BlockManagerMachine.TestCase
 TestBlockManager.settings = settings(max_examples=60, stateful_step_count=40)
-
-
-def test_operations_are_drained_once_and_in_order() -> None:
-    block_manager = BlockManager(64, 4)
-    lease = present(block_manager.reserve("a", 5))
-    assert block_manager.grow(lease, 8)  # fits already: no operation
-    assert block_manager.grow(lease, 9)
-    block_manager.free(lease)
-    assert block_manager.drain_ops() == (KvOp("reserve", "a", 2), KvOp("grow", "a", 1), KvOp("free", "a", 0))
-    assert block_manager.drain_ops() == ()
 
 
 def test_freed_lease_cannot_change_a_later_lease_of_the_same_request() -> None:

@@ -155,17 +155,6 @@ def test_long_prefill_is_not_paused_when_a_free_replica_is_sooner(mode: str, pla
     assert any(isinstance(action, PreemptRequest) for _, action in out.actions) == (mode == "paper")
 
 
-def test_group_pauses_at_a_layer_edge_and_resumes_after_the_last_short() -> None:
-    work = [long("l", 0.0), *(short(f"s{i}", 0.3 + i * 1e-4) for i in range(4))]
-    out = drilled(policy(fast_sp=False), work, 3)
-    # 0.1 ms a token over three replicas, 1.3 for ring attention instead of Ulysses, eight layers
-    layer_s = 60_000 * 1e-4 / 3 * 1.3 / 8
-    pause_s = layer_s  # 0.3 s is inside the first of eight layers
-    assert [out.prefilled_s[f"s{i}"] for i in range(3)] == pytest.approx([pause_s + 0.1] * 3)
-    assert out.prefilled_s["s3"] == pytest.approx(pause_s + 0.2)
-    assert out.prefilled_s["l"] == pytest.approx(8 * layer_s + 0.2)
-
-
 def test_short_batches_are_balanced_over_the_replicas_of_a_group() -> None:
     lengths = (900, 100, 500, 400, 300, 300)
     work = [long("l", 0.0), *(short(f"s{i}", 0.3 + i * 1e-5, tokens) for i, tokens in enumerate(lengths))]

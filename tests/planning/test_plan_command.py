@@ -42,6 +42,9 @@ def test_plan_prints_the_cheapest_plan_and_its_margins(tmp_path: Path, capsys: p
     assert "Cheapest plan: 1 × tp1, ladder, 50 ms on 1 × a100-80gb (cost in accelerators: 1)" in " ".join(shown.split())
     assert "chat TTFT P99" in shown
     assert "not measured" in shown
+    priced = write(tmp_path, accelerators=[{"name": "a100-80gb", "most": 2, "cost": 2.5}])
+    assert main(["plan", priced, "--jobs", "1"]) == 0
+    assert "(cost in accelerators × their cost: 2.5)" in " ".join(capsys.readouterr().out.split())
 
 
 FLAGS = ["plan", "--model", "llama-3-8b", "--gpu", "h200", "--qps", "3"]
@@ -116,12 +119,6 @@ def test_a_load_that_nothing_keeps_up_with_says_what_can_be_kept_up_with(capsys:
     share = re.search(r"No plan keeps up. The nearest is 1 × tp1, .* it keeps up with (\d+)% of what arrives", shown)
     assert share is not None
     assert 3 < int(share[1]) < 12
-
-
-def test_a_price_is_the_unit_of_a_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    priced = write(tmp_path, accelerators=[{"name": "a100-80gb", "most": 2, "cost": 2.5}])
-    assert main(["plan", priced, "--jobs", "1"]) == 0
-    assert "(cost in accelerators × their cost: 2.5)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_plan_writes_a_scenario_that_gives_the_same_figures_and_a_script_that_a_shell_reads(

@@ -154,13 +154,6 @@ def test_a_target_beyond_what_a_prompt_gains_by_makes_no_one_wait() -> None:
     assert rough.budget_s(0.0) == 30.0
 
 
-def test_a_gap_target_of_a_request_lends_nothing() -> None:
-    policy = policy_of()
-    enter(policy, "chat", 100, slo=Slo(ttft_s=100.0, tbt_s=0.1))
-    run(policy, "chat", 100)
-    assert policy.budget_s(0.0) == 0.1
-
-
 @settings(max_examples=80, deadline=None)
 @given(
     slos=st.lists(

@@ -154,24 +154,6 @@ def test_prefills_in_flight_cannot_exhaust_the_pool() -> None:
     assert blocked == ["three"]
 
 
-def test_cached_tokens_are_no_work() -> None:
-    policy = policy_of(CountedPool(100, 16))
-    policy.enter(request("cached", 200, cached_tokens=192))
-    assert picked(policy) == {"cached": 8}
-
-
-def test_a_preempted_request_computes_what_it_had_generated_again() -> None:
-    pool = CountedPool(100, 16)
-    policy = policy_of(pool)
-    policy.enter(request("a", 40))
-    policy.moved("a", picked(policy)["a"])
-    policy.decoding("a")
-    assert not list(policy.order(0.0))
-    del pool.blocks["a"]
-    policy.lost("a", 43)
-    assert picked(policy, 1.0) == {"a": 43}
-
-
 def test_skipped_requests_get_no_tokens_and_admission_can_be_closed() -> None:
     policy = policy_of(CountedPool(100, 16))
     policy.enter(request("a", 40))

@@ -35,14 +35,6 @@ def test_a_request_that_cannot_ever_be_served_is_refused_with_the_numbers() -> N
     assert scheduler.block_manager.free_blocks == 10
 
 
-def test_no_more_batches_than_stages_are_in_flight() -> None:
-    scheduler = make_scheduler(stages=2, max_num_batched_tokens=50)
-    add_request(scheduler, "a", 500)
-    assert chunks(scheduler.schedule(0.0)) == [("a", 0, 50)]
-    assert chunks(scheduler.schedule(0.0)) == [("a", 50, 50)]
-    assert scheduler.schedule(0.0) is None
-
-
 def test_microbatch_keeps_a_prompts_chunks_apart_and_stream_does_not() -> None:
     scheduler = make_scheduler(stages=3, max_num_batched_tokens=50, pipeline_schedule="microbatch")
     add_request(scheduler, "a", 500)
@@ -76,17 +68,6 @@ def test_one_tight_tbt_target_does_not_stop_new_prompts() -> None:
         scheduler.complete(batch.id, [RequestProgress(name, 1, True) for name in last], 0.0)
         iterations += 1
         assert iterations <= (64 // 8) * 5
-
-
-def test_tightest_tbt_target_bounds_the_iteration_while_its_request_decodes() -> None:
-    scheduler = make_scheduler()
-    add_request(scheduler, "tight", 20, 10, slo=Slo(tbt_s=0.005))
-    step(scheduler)
-    add_request(scheduler, "big", 1200, 1)
-    assert step(scheduler).predicted_s <= 0.005
-    assert step(scheduler, 0.0, "tight").predicted_s <= 0.005
-    batch = present(scheduler.schedule(0.0))
-    assert batch.predicted_s > 0.015
 
 
 def test_youngest_request_is_evicted_and_computed_again() -> None:

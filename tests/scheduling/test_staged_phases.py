@@ -104,21 +104,6 @@ def test_new_requests_wait_once_a_transfer_has_waited_too_long() -> None:
     assert chunks(step(scheduler, ADMISSION_AGE_S)) == [("c", 0, 20)]
 
 
-def test_transferred_decode_may_be_evicted_and_computed_again() -> None:
-    scheduler = make_scheduler(pool=128)
-    add_request(scheduler, "old", 60, 60)
-    step(scheduler)
-    scheduler.staged_kv.request("new", 50, 0.0)
-    assert scheduler.staged_kv.admit() == ["new"]
-    add_phase(scheduler, "new", 51, "decode", cached=50, output=30)
-    batches = [step(scheduler) for _ in range(40)]
-    assert KvOp("free", "new", 0) in [op for batch in batches for op in batch.parts[0].kv_ops]
-    assert "old" in scheduler.policy.holders
-    while "old" in scheduler.policy.holders:
-        step(scheduler, 0.0, "old")
-    assert chunks(step(scheduler))[0][:2] == ("new", 0)
-
-
 @pytest.mark.parametrize("flying", [False, True])
 def test_decode_that_moves_to_another_instance_stages_its_kv(flying: bool) -> None:
     scheduler = make_scheduler()

@@ -65,21 +65,6 @@ def _sentencepiece() -> object:
 
 
 SENTENCEPIECE = _sentencepiece()
-_PIECES = st.one_of(
-    st.sampled_from(["\u2581hello", "\u2581world", "\u2581", "!", "ing"]), st.sampled_from("é漢😀ß").map(str)
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.lists(_PIECES))
-def test_window_detokeniser_equals_whole_decoding(pieces: Sequence[str]) -> None:
-    tokens: list[int] = []
-    for piece in pieces:
-        known = SENTENCEPIECE.token_to_id(piece)  # type: ignore[attr-defined]
-        tokens += [known] if known is not None else [byte + 1 for byte in piece.encode()]
-    stream = WindowDetokenizer(SENTENCEPIECE, frozenset())
-    shown = "".join([*(stream.feed(token) for token in tokens), stream.flush()])
-    assert shown == SENTENCEPIECE.decode(tokens)  # type: ignore[attr-defined]
 
 
 def test_window_detokeniser_shows_incomplete_bytes_after_its_patience() -> None:

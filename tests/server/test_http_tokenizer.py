@@ -72,11 +72,6 @@ def test_a_template_may_be_given_as_text(folder: Path) -> None:
         ModelTokenizer.load(folder, chat_template="{{ messages[0].content }")
 
 
-def test_special_tokens_are_added_by_the_rule(tokenizer: ModelTokenizer) -> None:
-    assert tokenizer.encode("a", add_special_tokens=True)[0] == 0
-    assert tokenizer.encode("a", add_special_tokens=False)[0] != 0
-
-
 def test_templates_support_break_generation_tojson_and_variables() -> None:
     source = (
         "{%- for message in messages %}\n"
@@ -111,11 +106,6 @@ ATTACKS = [
 def test_templates_are_confined(source: str) -> None:
     with pytest.raises(RequestError, match="chat template refuses"):
         ChatTemplate(source, {}).render(USER)
-
-
-def test_template_that_does_not_parse() -> None:
-    with pytest.raises(ConfigError, match="Jinja"):
-        ChatTemplate("{% if %}", {})
 
 
 def test_a_folder_with_another_kind_of_tokenizer_is_refused(folder: Path) -> None:
