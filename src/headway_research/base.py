@@ -112,6 +112,14 @@ def plain(value: Any) -> Any:
     return plain(float(value))
 
 
+def as_words(value: Any) -> str:
+    """Return a value as a text: of a mapping, each key with its value; of a sequence, each value."""
+    value = plain(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {as_words(item)}" for key, item in value.items()) or "no value"
+    return ", ".join(map(as_words, value)) if isinstance(value, list) else str(value)
+
+
 class SimulationCache(Generic[Point, Result]):
     """Results of simulations by point: everything that determines a result, as a hashable value.
 

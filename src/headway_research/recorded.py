@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,7 @@ import msgspec
 
 from headway.core.errors import ConfigError
 from headway.core.strict_yaml import read_yaml
-from headway_research.base import KINDS, MODES
+from headway_research.base import KINDS, as_words
 from headway_research.verdicts import HELD, MISSED
 
 RECORDED = Path(__file__).with_name("recorded.json")
@@ -163,24 +163,23 @@ def in_words(counts: Counter[tuple[str, str]]) -> str:
 def to_record(data: Mapping[str, Any], quick: Mapping[str, Any], cpu_s: float) -> RecordedRun:
     """Return what is kept of an experiment's JSON, and of its quick run's."""
     seeds = tuple(data["source"]["seeds"])
+
+    def kept(value: Any) -> str | None:
+        return None if value is None else as_words(value)
+
     rows = tuple(
         RecordedRow(
             row["claim"],
-            None if row["paper"] in (None, NO_PAPER) else _text(row["paper"]),
+            None if row["paper"] in (None, NO_PAPER) else as_words(row["paper"]),
             row["kind"],
             row["verdict"],
-            *_ours(row["ours"]),
+            kept(row["ours"]["paper_mode"]),
+            kept(row["ours"]["default_mode"]),
             len(seeds) == 1 or FIRST_SEED in row["why"].lower(),
         )
         for row in data["rows"]
     )
     return RecordedRun(seeds=seeds, cpu_s=cpu_s, quick=digest(quick), rows=rows)
-
-
-def _ours(values: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return the values of paper mode and default mode as texts."""
-    paper, default = (None if (v := values[f"{mode}_mode"]) is None else _text(v) for mode in MODES)
-    return paper, default
 
 
 def digest(data: Mapping[str, Any]) -> str:
@@ -197,11 +196,3 @@ def write(runs: Mapping[str, RecordedRun], file: Path = RECORDED) -> None:
         head = f'"seeds": {list(run.seeds)}, "cpu_s": {run.cpu_s:g}, "quick": "{run.quick}"'
         parts.append(f' "{name}": {{{head}, "rows": [\n  {lines}]}}')
     file.write_text("{\n" + ",\n".join(parts) + "\n}\n")
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(map(_text, value))
-    return str(value)

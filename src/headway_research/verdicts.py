@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from headway.core.errors import InvariantError
-from headway_research.base import MODES, ClaimRow, Kind, Mode, plain
+from headway_research.base import MODES, ClaimRow, Kind, Mode, as_words
 
 HOLDS, ILLUSTRATIVE = "holds", "illustrative"
 HELD = (HOLDS, ILLUSTRATIVE)
@@ -68,7 +68,7 @@ def exact(value: Any, tolerance: float = 1e-9) -> VerdictRule:
             return bool(found == wanted)
         return abs(float(found) - float(wanted)) <= tolerance
 
-    return VerdictRule("exact", f"equal to {_show(value)}" + (f" ± {tolerance:g}" if tolerance > 1e-6 else ""),
+    return VerdictRule("exact", f"equal to {as_words(value)}" + (f" ± {tolerance:g}" if tolerance > 1e-6 else ""),
                  lambda found: same(found, value))  # fmt: skip
 
 
@@ -218,14 +218,7 @@ def _sorted(values: list[float]) -> bool:
 
 
 def _found(ours: Mapping[Mode, Any]) -> str:
-    shown = {mode: _show(ours[mode]) for mode in MODES if ours.get(mode) is not None}
+    shown = {mode: as_words(ours[mode]) for mode in MODES if ours.get(mode) is not None}
     if len(shown) == 2 and len(set(shown.values())) == 1:
         return f"{shown['paper']} in both modes"
     return " and ".join(f"{value} in {mode} mode" for mode, value in shown.items()) or "no value"
-
-
-def _show(value: Any) -> str:
-    value = plain(value)
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_show(item)}" for key, item in value.items()) or "no value"
-    return str(value)

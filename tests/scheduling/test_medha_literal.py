@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.medha_literal import LiteralBatcher, LiteralPrefill
 from tests.helpers.unit_latency import small_machine
 
 from headway.core.request import Request, Slo
@@ -12,7 +13,6 @@ from headway.perf.latency.base import BatchLoad
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
 from headway.policy.iteration.medha import LONG, MedhaConfig
-from headway_research.medha.literal import LiteralBatcher, LiteralPrefill
 
 LONG_TOKENS = 200
 PREFILLS = st.lists(

@@ -152,6 +152,7 @@ def deliver(
 
 
 STAGE_SCHEMA, SWEEP_SCHEMA = "headway.accel.stage/1", "headway.accel.sweep/1"
+COMPARED: tuple[Mode, Mode] = ("packing", "prefetch")
 
 
 def stage(arguments: argparse.Namespace) -> int:
@@ -161,7 +162,9 @@ def stage(arguments: argparse.Namespace) -> int:
         return 0
     study = StudySource(arguments).study()
     found = stage_json(study, simulate_stage(study.setting, study.work))
-    deliver(arguments, found, partial(tables.stage_report, wide=arguments.wide), found["operators"])
+    deliver(
+        arguments, found, partial(tables.stage_report, wide=arguments.wide), found["timelines"]["prefetch"]["slots"]
+    )
     if arguments.plot is not None:
         tables.draw_stage(found, arguments.plot)
     return 0
@@ -185,7 +188,7 @@ def figures(study: AcceleratorStudy) -> dict[str, Any]:
     report = simulate_stage(study.setting, study.work)
     row: dict[str, Any] = {f"{mode}_ms": report.total_s(mode) * 1e3 for mode in MODES}
     row |= {"prefill_ms": report.prefill_s * 1e3, "decode_ms": report.decode_s * 1e3}
-    for mode in ("packing", "prefetch"):
+    for mode in COMPARED:
         row[f"{mode}_decode_speedup"] = _finite(report.decode_speedup(mode)) if report.work.decodes else None
         row[f"{mode}_overall_speedup"] = report.overall_speedup(mode)
     return row | answers_json(study, report)
@@ -213,68 +216,48 @@ def answers_json(study: AcceleratorStudy, report: StageReport) -> dict[str, Any]
 def stage_json(study: AcceleratorStudy, report: StageReport) -> dict[str, Any]:
     """Return all results of one stage, as `--json` writes them."""
     chunk = smallest_chunk(study.setting, study.work) if report.work.decodes else None
+    bandwidth = study.setting.machine.bandwidth
     return {
         "schema": STAGE_SCHEMA,
         "name": study.file.name,
         "setting": study.to_json(),
-        "stage": {name: getattr(report.work, name) for name in report.work.__struct_fields__},
+        "stage": msgspec.to_builtins(report.work),
         "figures": figures(study) | {"smallest_chunk": chunk},
-        "operators": operators_json(study, report),
-        "timelines": {mode: timeline_json(getattr(report, mode)) for mode in ("packing", "prefetch")},
+        "timelines": {mode: timeline_json(getattr(report, mode), bandwidth) for mode in COMPARED},
         "first_layer_us": report.prefetch.first_s * 1e6,
         "layer_us": report.prefetch.layer_s * 1e6,
         "head_us": report.prefetch.head_s * 1e6,
     }
 
 
-def operators_json(study: AcceleratorStudy, report: StageReport) -> list[dict[str, Any]]:
-    """Return the operators of a steady-state layer with prefetch, in order of the timeline."""
-    bandwidth = study.setting.machine.bandwidth
-    rows = []
-    for slot in report.prefetch.slots:
-        op = slot.op
-        # With KV prefetched only the rest is read from HBM: compute bounds it when that takes no longer.
-        ready = op.name == "decode attention" and op.compute_s * bandwidth >= slot.own_bytes
-        shown = slot_json(slot)
-        rows.append(
-            {
-                "operator": op.name,
-                "unit": op.unit,
-                "start_us": shown["start_us"],
-                "us": (slot.end_s - slot.start_s) * 1e6,
-                "compute_us": shown["compute_us"],
-                "hbm_us": slot.own_bytes / bandwidth * 1e6,
-                "fill_us": op.fill_bytes / bandwidth * 1e6,
-                "bound": "compute" if ready else op.bound(bandwidth),
-                "hbm_mib": shown["own_mib"],
-                "prefetched_mib": shown["prefetched_mib"],
-                "buffered_mib": shown["buffered_mib"],
-                "peak_mib": op.peak_bytes / MIB,
-                "mapping": op.mapping,
-            }
-        )
-    return rows
-
-
-def slot_json(slot: TimelineSlot) -> dict[str, Any]:
-    """Return an operator's time, unit, and buffer occupancy on the timeline."""
-    return {
-        "operator": slot.op.name,
-        "unit": slot.op.unit,
-        "start_us": slot.start_s * 1e6,
-        "end_us": slot.end_s * 1e6,
-        "own_mib": slot.own_bytes / MIB,
-        "prefetched_mib": slot.prefetched / MIB,
-        "buffered_mib": slot.buffered / MIB,
-        "compute_us": slot.op.compute_s * 1e6,
-    }
-
-
-def timeline_json(line: IterationTimeline) -> dict[str, Any]:
-    """Return the timeline of a steady-state layer."""
-    slots = [slot_json(slot) for slot in line.slots]
+def timeline_json(line: IterationTimeline, bandwidth: float) -> dict[str, Any]:
+    """Return the timeline of a steady-state layer, with its operators in order."""
+    slots = [slot_json(slot, bandwidth) for slot in line.slots]
     return {"total_ms": line.total_s * 1e3, "layer_us": line.layer_s * 1e6, "hbm_gb": line.hbm_bytes / 1e9,
             "slots": slots}  # fmt: skip
+
+
+def slot_json(slot: TimelineSlot, bandwidth: float) -> dict[str, Any]:
+    """Return an operator's times, what bounds it, its traffic, and the buffer when it ends."""
+    op = slot.op
+    # With KV prefetched only the rest is read from HBM: compute bounds it when that takes no longer.
+    ready = op.name == "decode attention" and op.compute_s * bandwidth >= slot.own_bytes
+    return {
+        "operator": op.name,
+        "unit": op.unit,
+        "start_us": slot.start_s * 1e6,
+        "end_us": slot.end_s * 1e6,
+        "us": (slot.end_s - slot.start_s) * 1e6,
+        "compute_us": op.compute_s * 1e6,
+        "hbm_us": slot.own_bytes / bandwidth * 1e6,
+        "fill_us": op.fill_bytes / bandwidth * 1e6,
+        "bound": "compute" if ready else op.bound(bandwidth),
+        "hbm_mib": slot.own_bytes / MIB,
+        "prefetched_mib": slot.prefetched / MIB,
+        "buffered_mib": slot.buffered / MIB,
+        "peak_mib": op.peak_bytes / MIB,
+        "mapping": op.mapping,
+    }
 
 
 def mark_front(rows: list[dict[str, Any]], axes: list[str]) -> None:
@@ -308,7 +291,6 @@ def _finite(value: float) -> float | None:
 
 
 SERVE_SCHEMA, CAPACITY_SCHEMA = "headway.accel.serve/1", "headway.accel.capacity/1"
-COMPARED: tuple[Mode, Mode] = ("packing", "prefetch")
 
 
 class ServiceStudy:

@@ -46,8 +46,9 @@ def _operators(data: Mapping[str, Any], wide: bool) -> Table:
     size = WIDE_BAR if wide else BAR
     table.title = f"a steady layer with prefetch, {data['layer_us']:.1f} µs (first {data['first_layer_us']:.1f}, "
     table.title += f"LM head {data['head_us']:.1f})"
-    whole = max((row["start_us"] + row["us"] for row in data["operators"]), default=1.0)
-    for row in data["operators"]:
+    slots = data["timelines"]["prefetch"]["slots"]
+    whole = max((row["end_us"] for row in slots), default=1.0)
+    for row in slots:
         start, length = int(row["start_us"] / whole * size), max(1, round(row["us"] / whole * size))
         bar = " " * min(start, size - 1) + ("█" if row["bound"] == "compute" else "░") * length
         names = ("hbm_mib", "prefetched_mib", "buffered_mib", "peak_mib") if wide else ("prefetched_mib",)
@@ -175,7 +176,7 @@ def draw_stage(data: Mapping[str, Any], file: Path) -> None:
                 axes.barh(lane, busy, left=start, height=0.7, color=COLOURS[0 if slot["unit"] == "array" else 2])
                 if busy > 0.011 * len(slot["operator"]) * whole:
                     axes.text(start + 2, lane, slot["operator"], va="center", fontsize=8, color="white", clip_on=True)
-                own = slot["own_mib"] * (1 << 20) / bandwidth * 1e6
+                own = slot["hbm_us"]
                 ahead = slot["prefetched_mib"] * (1 << 20) / bandwidth * 1e6
                 axes.barh(0, own, left=start, height=0.7, color=FAINT)
                 axes.barh(0, ahead, left=start + own, height=0.7, color=COLOURS[1])

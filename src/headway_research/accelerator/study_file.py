@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from pydantic import Field, create_model, field_validator
 
 from headway.core.errors import ConfigError
@@ -144,15 +145,9 @@ class AcceleratorStudy:
 
     def to_json(self) -> dict[str, Any]:
         """Return every assumption and number that results depend on."""
-        shape, on, precision, assumed, techniques = self.setting
-        return {
-            "model": self.file.model if isinstance(self.file.model, str) else "given",
-            "shape": {name: getattr(shape, name) for name in shape.__struct_fields__},
-            "machine": {name: getattr(on, name) for name in on.__struct_fields__},
-            "precision": {name: getattr(precision, name) for name in precision.__struct_fields__},
-            "techniques": {name: getattr(techniques, name) for name in techniques.__struct_fields__},
-            "assumptions": {name: getattr(assumed, name) for name in assumed.__struct_fields__},
-        }
+        parts = {"assumed": "assumptions"}
+        setting = {parts.get(name, name): msgspec.to_builtins(part) for name, part in self.setting._asdict().items()}
+        return {"model": self.file.model if isinstance(self.file.model, str) else "given", **setting}
 
 
 def read_study(data: dict[str, Any], where: str = "file", folder: Path = Path()) -> AcceleratorStudy:

@@ -6,11 +6,10 @@ the P99 of all, which the longest prompts set, near Tetris's; short requests wai
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from headway.sim.report.page import ReportChart
-from headway_research.base import ClaimRow, ExperimentReport, RunOptions
+from headway_research.base import ClaimRow, ExperimentReport, RunOptions, as_words, source
 from headway_research.combined.setting import (
     AZURE_RATE,
     MODEL,
@@ -30,47 +29,31 @@ LONGEST = 1.25
 def tetris(options: RunOptions) -> ExperimentReport:
     """Compare the systems on Tetris's workloads."""
     runs = CombinedStudy(options, "tetris")
-    return _report(
-        runs,
-        {
-            "latency": "Eq. (1) fitted to Tetris's Table 1 (c = 2d), for groups and for iterations of one instance",
-            "scenario": "Llama-3 8B, 16 A100 prefill instances on two nodes, Tetris-like lengths, Poisson, "
-            f"{int(runs.size)} requests a run; short: up to 16K tokens, long: from 64K on; improvement rates {RATES}",
-        },
+    latency = "Eq. (1) fitted to Tetris's Table 1 (c = 2d), for groups and for iterations of one instance"
+    where = (
+        "Llama-3 8B, 16 A100 prefill instances on two nodes, Tetris-like lengths, Poisson, "
+        f"{int(runs.size)} requests a run; short: up to 16K tokens, long: from 64K on; improvement rates {RATES}"
     )
+    return _report(runs, source(latency, where, runs.seeds))
 
 
 def azure(options: RunOptions) -> ExperimentReport:
     """Compare the systems on PecSched's rewriting of Azure's conversations."""
     runs = CombinedStudy(options, "azure")
-    return _report(
-        runs,
-        {
-            "latency": "fitted A100 operator profiles inside instances (tp 4); groups: fast-SP formulas, corrected",
-            "scenario": f"{MODEL}, 32 A100, tp 4; Azure-like short requests, 100K to 500K uniform long ones; "
-            f"improvement rate {AZURE_RATE}",
-            "as_scenario_file": scenario("Ladder", REGIMES[0], runs.size),
-        },
+    latency = "fitted A100 operator profiles inside instances (tp 4); groups: fast-SP formulas, corrected"
+    where = (
+        f"{MODEL}, 32 A100, tp 4; Azure-like short requests, 100K to 500K uniform long ones; improvement rate "
+        f"{AZURE_RATE}"
     )
+    shown = scenario("Ladder", REGIMES[0], runs.size)
+    return _report(runs, source(latency, where, runs.seeds, runs.size, as_scenario_file=shown))
 
 
-def _report(runs: CombinedStudy, source: dict[str, object]) -> ExperimentReport:
-    rows: list[ClaimRow] = []
-    for place in runs.places:
-        rows += _rows(runs, place)
-    panels = [
-        _panel(runs, what, title)
-        for what, title in (
-            ("mean", "Mean TTFT"),
-            ("p99", "P99 TTFT"),
-            ("in_time", "First tokens in time"),
-        )
-    ]
-    # runs of a number of requests have no window
-    seconds = None if runs.setting == "tetris" else runs.size
-    return ExperimentReport(
-        source={**source, "seeds": list(runs.seeds), "window_s": seconds}, rows=tuple(rows), panels=tuple(panels)
-    )
+def _report(runs: CombinedStudy, origin: dict[str, Any]) -> ExperimentReport:
+    rows = [row for place in runs.places for row in _rows(runs, place)]
+    titles = {"mean": "Mean TTFT", "p99": "P99 TTFT", "in_time": "First tokens in time"}
+    panels = tuple(_panel(runs, what, title) for what, title in titles.items())
+    return ExperimentReport(source=origin, rows=tuple(rows), panels=panels)
 
 
 def named(setting: Setting, place: tuple[str, float]) -> str:
@@ -88,20 +71,20 @@ def _rows(runs: CombinedStudy, place: tuple[str, float]) -> list[ClaimRow]:
             f"{where}: share of first tokens in time",
             order("Ladder's the largest", lambda v: v["Ladder"] >= max(v.values())),
             runs.values(place, "in_time"),
-            f"Of short ones: {_words(runs.values(place, 'short_in_time'))}. "
-            f"Of long ones: {_words(runs.values(place, 'long_in_time'))}.",
+            f"Of short ones: {as_words(runs.values(place, 'short_in_time'))}. "
+            f"Of long ones: {as_words(runs.values(place, 'long_in_time'))}.",
         ),
         _own(
             f"{where}: mean TTFT, s",
             order("Ladder's the least", lambda v: v["Ladder"] <= min(v.values())),
             runs.values(place, "mean"),
-            f"Medians of short ones: {_words(shorts)}. Of long ones: {_words(longs)}.",
+            f"Medians of short ones: {as_words(shorts)}. Of long ones: {as_words(longs)}.",
         ),
         _own(
             f"{where}: P99 TTFT of all requests, Ladder over Tetris",
             at_most(LONGEST),
             p99["Ladder"] / p99["Tetris"] if p99["Tetris"] else None,
-            f"Seconds: {_words(p99)}.",
+            f"Seconds: {as_words(p99)}.",
         ),
         _own(
             f"{where}: P99 TTFT of short requests, s",
@@ -115,10 +98,6 @@ def _rows(runs: CombinedStudy, place: tuple[str, float]) -> list[ClaimRow]:
 def _own(claim: str, check: VerdictRule, value: Any, note: str = "") -> ClaimRow:
     """Return the row of a claim of our own: all systems run in default mode, and no paper has a number."""
     return judge(claim, "no paper has it", check, {"paper": None, "default": value}, note)
-
-
-def _words(values: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.3g}" for name, value in values.items())
 
 
 def _panel(runs: CombinedStudy, what: str, title: str) -> ReportChart:

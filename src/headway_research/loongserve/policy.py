@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from headway.core.errors import ConfigError
-from headway.core.request import Request, Span, Strategy
+from headway.core.request import Request
 from headway.perf.latency.groups import GroupShape
-from headway.policy.placement.baselines import by_free_time, first_free_of
+from headway.policy.placement.baselines import FixedSp, FixedSpOptions, by_free_time, first_free_of
 from headway.policy.placement.contract import (
     Action,
     ActionRefused,
     ClusterSnapshot,
-    CommitSpans,
     Event,
     KvReady,
     PlacementPolicy,
@@ -35,36 +36,17 @@ from headway_research.loongserve.pool import ElasticPool
 # the larger group. Prefill instances only; decodes are placed as in Tetris.
 
 
-class GreedyDispatch(PlacementPolicy):
-    """See the module."""
+class GreedyDispatch(FixedSp):
+    """See above."""
 
     def __init__(self, context: PolicyContext, options: LoongServeOptions) -> None:
+        super().__init__(context, FixedSpOptions(), name="loongserve")
         self._latency, self._options = context.latency, options
-        self._decodes = DecodePlacement()
-        self._requests: dict[str, Request] = {}
         self._instances: tuple[int, ...] = ()
 
-    def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
-        if isinstance(event, RequestArrived):
-            self._requests[event.request.id] = event.request
-            return self._place(event.request, view)
-        if isinstance(event, ActionRefused) and event.action == "commit":
-            self._decodes.withdraw(event.request)
-            return self._place(self._requests[event.request], view)
-        return self._decodes.on_event(event)
-
-    def _place(self, request: Request, view: ClusterSnapshot) -> Sequence[Action]:
-        group = self._best_group(request, view)
-        span = Span(
-            request=request,
-            start=request.cached_tokens,
-            end=request.prompt_tokens,
-            group=group,
-            strategy=Strategy(attn="striped" if len(group) > 1 else "local"),
-        )
-        return [CommitSpans(request.id, (span,), view.version), *self._decodes.place(request, [group], view)]
-
-    def _best_group(self, request: Request, view: ClusterSnapshot) -> tuple[int, ...]:
+    @override
+    def _group(self, request: Request, view: ClusterSnapshot) -> tuple[int, ...]:
+        """Return the group that ends the prompt's prefill first."""
         if not self._instances:
             self._instances = view.with_role("prefill")
             if not self._instances:

@@ -13,12 +13,15 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, Self
 
 from pydantic import model_validator
+from typing_extensions import override
 
 from headway.core.errors import ConfigError
-from headway.core.file_sections import Count, CountOrZero, PositiveOrZero, Seconds
+from headway.core.file_sections import PositiveOrZero, Seconds
 from headway.core.request import Request, Strategy
 from headway.perf.latency.groups import GroupShape
 from headway.policy.placement.baselines import (
+    FifoOptions,
+    FifoPlacement,
     commit_as_ring,
     first_free_group,
     is_long,
@@ -38,17 +41,13 @@ from headway.policy.placement.contract import (
     RequestPrefilled,
     SpanDone,
 )
-from headway.policy.placement.registry import PolicyContext, PolicyOptions
+from headway.policy.placement.registry import PolicyContext
 
 
-class PriorityOptions(PolicyOptions):
+class PriorityOptions(FifoOptions):
     """Settings of `priority`."""
 
     renamed: ClassVar[Mapping[str, str]] = {"beside": "concurrent"}
-    long_tokens: CountOrZero = 32_768
-    """Prompts above this are long."""
-    long_sp: Count = 4
-    """Instances of a long prompt."""
     concurrent: bool = False
     """Kinder than the paper: a long prompt may begin on instances that only decode, and runs together with these."""
     promote: PositiveOrZero | Literal["off"] | None = None
@@ -144,18 +143,14 @@ class PriorityPlacement(PlacementPolicy):
 
 # Reservation, as PecSched §6.2 sets Llumnix up: some instances serve long requests only, all others short ones only.
 #
-# Short requests join the instance of their part whose queue is free first. Long ones take `long_sp` of the reserved
-# instances as one ring, node first, in order of arrival, and decode there. Llumnix's own migration of requests between
+# Each part is served as under FIFO: short requests join the instance of their part whose queue is free first, long ones
+# take `long_sp` of the reserved instances as one ring, and decode there. Llumnix's own migration of requests between
 # instances is not modelled.
 
 
-class ReservationOptions(PolicyOptions):
+class ReservationOptions(FifoOptions):
     """Settings of `reservation`."""
 
-    long_tokens: CountOrZero = 32_768
-    """Prompts above this are long."""
-    long_sp: Count = 4
-    """Instances of a long prompt."""
     reserved: int | None = None
     """Instances for long requests; None: `long_sp`."""
     borrow: bool | None = None
@@ -174,25 +169,23 @@ class ReservationOptions(PolicyOptions):
         return self
 
 
-class ReservationPlacement(PlacementPolicy):
-    """See the module."""
+class ReservationPlacement(FifoPlacement):
+    """See above."""
+
+    _options: ReservationOptions
 
     def __init__(self, context: PolicyContext, options: ReservationOptions) -> None:
-        self._options = options
+        super().__init__(context, options)
         self._for_long: tuple[int, ...] = ()
         self._for_short: tuple[int, ...] = ()
-        self._groups: dict[str, tuple[int, ...]] = {}  # of long requests, until they decode
 
+    @override
     def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         if not self._for_long and isinstance(event, RequestArrived):
             self._divide(view)
         if isinstance(event, InstanceLost):
             self._divide_again(view)
-        if isinstance(event, RequestArrived):
-            return [self._place(event.request, view)]
-        if isinstance(event, SpanDone) and event.last:
-            return [EnqueueRequest(event.request, self._groups.pop(event.request), "decode")]
-        return []
+        return super().on_event(event, view)
 
     def _divide(self, view: ClusterSnapshot) -> None:
         instances = prefill_instances(view, "reservation")
@@ -214,14 +207,11 @@ class ReservationPlacement(PlacementPolicy):
         else:
             self._for_long = self._for_short = instances
 
-    def _place(self, request: Request, view: ClusterSnapshot) -> Action:
-        if is_long(request, self._options.long_tokens, (*self._for_short, *self._for_long), view):
-            group = first_free_group(view, self._for_long, min(self._options.long_sp, len(self._for_long)))
-            self._groups[request.id] = group
-            return commit_as_ring(request, group, view)
-        candidates = self._for_short
+    @override
+    def _candidates(self, view: ClusterSnapshot) -> tuple[Sequence[int], Sequence[int]]:
+        short = self._for_short
         if self._options.borrows:
             # idle: no committed span is left, and no request is resident (decodes do not show in `free_at_s`)
             idle = (i for i in self._for_long if view.instances[i].free_at_s <= view.now_s)
-            candidates = (*candidates, *(i for i in idle if not view.instances[i].running))
-        return EnqueueRequest(request.id, (least_loaded(view, candidates),))
+            short = (*short, *(i for i in idle if not view.instances[i].running))
+        return short, self._for_long

@@ -40,11 +40,11 @@ import numpy as np
 from headway.core.errors import ConfigError
 from headway.perf.latency.groups import GroupShape
 from headway.sim.cluster.build import cluster_of, run_cluster
-from headway.sim.cluster.state import ClusterResult
+from headway.sim.cluster.state import ClusterResult, ClusterSpec
 from headway.sim.scenario import parse_scenario
 from headway.sim.workload import TraceRequest
 from headway.sim.workload.generate import ConstantArrivals, preset
-from headway_research.base import MODES, Mode, RunOptions, SimulationCache
+from headway_research.base import MODES, Mode, RunOptions, SimulationCache, source
 
 Regime = Literal["0.8", "0.8, memory", "2023", "2024", "unsaturated", "busy"]
 REGIMES: tuple[Regime, ...] = ("0.8", "0.8, memory", "2023", "2024")
@@ -217,34 +217,34 @@ def asked(name: str, regime: Regime) -> tuple[float, float]:
     return short, long
 
 
-@cache
-def replica_kv_tokens(name: str) -> int:
-    """Return the KV tokens that a replica's memory holds (one that decodes never gets a long request, either)."""
+def _spec_of(name: str, pool: dict[str, Any]) -> ClusterSpec:
+    """Return a cluster of one pool of a model's replicas."""
     at = MODELS[name]
+    cluster = {
+        "placement": "fifo",
+        "pools": [{"tp": at.tp, **pool}],
+        "spans": {"source": "fast-sp", "node_gbit_s": 400},
+    }
     data = {
         "model": at.model,
-        "cluster": {"placement": "fifo", "pools": [{"role": "prefill", "count": 1, "tp": at.tp}]},
+        "cluster": cluster,
         "latency": {"source": "fitted"},
         "workload": {"preset": "pecsched-short"},
     }
-    return cluster_of(parse_scenario(data), [TraceRequest(0.0, 1, 1)]).instances[0].capacity
+    return cluster_of(parse_scenario(data), [TraceRequest(0.0, 1, 1)])
+
+
+@cache
+def replica_kv_tokens(name: str) -> int:
+    """Return the KV tokens that a replica's memory holds (one that decodes never gets a long request, either)."""
+    return _spec_of(name, {"role": "prefill", "count": 1}).instances[0].capacity
 
 
 @cache
 def work_s(name: str, long_sp: int, shorts_of: str = "pecsched-short") -> tuple[float, float]:
     """Return the replica-seconds of a mean short prefill, and of a mean long one as a plain ring of `long_sp`."""
     at = MODELS[name]
-    data = {
-        "model": at.model,
-        "cluster": {
-            "placement": "fifo",
-            "pools": [{"count": at.prefill, "tp": at.tp}],
-            "spans": {"source": "fast-sp", "node_gbit_s": 400},
-        },
-        "latency": {"source": "fitted"},
-        "workload": {"preset": "pecsched-short"},
-    }
-    spans = cluster_of(parse_scenario(data), [TraceRequest(0.0, 1, 1)]).spans
+    spans = _spec_of(name, {"count": at.prefill}).spans
     rng = np.random.default_rng(0)
     shorts = preset(shorts_of).draw(rng, ConstantArrivals(1.0), 2000)
     # an even grid instead of draws: the mean over 100K to 500K uniform
@@ -370,19 +370,19 @@ class PecSchedStudy:
     def source(self, regimes: Sequence[Regime], **more: Any) -> dict[str, Any]:
         """Return the `source` of a report."""
         name = self.names[-1]
-        return {
-            "latency": "fitted: A100 operator profiles; long prefills: fast-SP formulas, corrected, at 0.7 and 0.6 of "
-            "peak, 6.1% of attention's rate lost a doubling of the ring (measured on 8 A100, beyond that extrapolated)",
-            "scenario": "4 × 8 A100, 400 Gb/s a node; Azure-like short requests, 100K to 500K uniform long ones; "
+        return source(
+            "fitted: A100 operator profiles; long prefills: fast-SP formulas, corrected, at 0.7 and 0.6 of peak, 6.1% "
+            "of attention's rate lost a doubling of the ring (measured on 8 A100, beyond that extrapolated)",
+            "4 × 8 A100, 400 Gb/s a node; Azure-like short requests, 100K to 500K uniform long ones; "
             + "; ".join(self._described(regime) for regime in regimes),
+            self.seeds,
+            self.window_s(name, regimes[0]),
             # how much a mean over them means
-            "long_requests": {regime: {n: list(self.came(n, regime)) for n in self.names} for regime in regimes},
-            "seeds": list(self.seeds),
-            "window_s": self.window_s(name, regimes[0]),
-            "windows_s": {regime: {n: self.window_s(n, regime) for n in self.names} for regime in regimes},
-            "as_scenario_file": scenario(name, "PecSched", "default", regimes[0], self.window_s(name, regimes[0])),
+            long_requests={regime: {n: list(self.came(n, regime)) for n in self.names} for regime in regimes},
+            windows_s={regime: {n: self.window_s(n, regime) for n in self.names} for regime in regimes},
+            as_scenario_file=scenario(name, "PecSched", "default", regimes[0], self.window_s(name, regimes[0])),
             **more,
-        }
+        )
 
     def _described(self, regime: Regime) -> str:
         """Return a regime in words: replicas of a long request, and what short and long ones ask for, by model."""

@@ -37,7 +37,7 @@ from headway.sim.metrics import ttft_s
 from headway.sim.spec import InstanceSpec, NoiseSpec, RunSpec
 from headway.sim.workload import TraceRequest
 from headway.sim.workload.generate import PoissonArrivals, preset
-from headway_research.base import RunOptions, SimulationCache
+from headway_research.base import RunOptions, SimulationCache, source
 
 WORKLOADS = ("short", "medium", "long")
 REQUESTS = 3000
@@ -266,11 +266,8 @@ class TetrisStudy:
         """Return the `source` of a report."""
         spans: Eq1Latency = spans_of(self.cluster)[0]
         count = {"8b": "16 prefill instances, tp 1, two nodes", "70b": "8 prefill instances, tp 4, four nodes"}
-        return {
-            "latency": spans.source,
-            "scenario": f"Llama-3 {self.cluster.upper()} on A100s, {count[self.cluster]}; Tetris-like lengths, "
-            f"Poisson, {self.requests:,} requests a run without the first tenth",
-            "seeds": list(self.seeds),
-            "window_s": None,
-            **more,
-        }
+        scenario = (
+            f"Llama-3 {self.cluster.upper()} on A100s, {count[self.cluster]}; Tetris-like lengths, Poisson, "
+            f"{self.requests:,} requests a run without the first tenth"
+        )
+        return source(spans.source, scenario, self.seeds, **more)

@@ -193,13 +193,18 @@ class FifoPlacement(PlacementPolicy):
         return []
 
     def _place(self, request: Request, view: ClusterSnapshot) -> Sequence[Action]:
-        candidates = prefill_instances(view, "fifo")
-        if not is_long(request, self._options.long_tokens, candidates, view):
-            return [EnqueueRequest(request.id, (least_loaded(view, candidates),))]
+        short, long = self._candidates(view)
+        if not is_long(request, self._options.long_tokens, (*short, *long), view):
+            return [EnqueueRequest(request.id, (least_loaded(view, short),))]
         # committed at once, not when the group is free: arrivals after it wait behind it
-        group = first_free_group(view, candidates, min(self._options.long_sp, len(candidates)))
+        group = first_free_group(view, long, min(self._options.long_sp, len(long)))
         self._groups[request.id] = group
         return [commit_as_ring(request, group, view)]
+
+    def _candidates(self, view: ClusterSnapshot) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the instances for short requests, and those for long ones: all for both."""
+        found = prefill_instances(view, "fifo")
+        return found, found
 
 
 # Fixed-SP scheduling (Tetris §7.1): prefill instances in independent groups of one size, kept inside nodes.
@@ -242,10 +247,7 @@ class FixedSp(PlacementPolicy):
         return self._decodes.on_event(event)
 
     def _place(self, request: Request, view: ClusterSnapshot) -> Sequence[Action]:
-        groups = self._groups or self._make_groups(view)
-        # a group begins when its last instance is free; ties go to the first group
-        free_s = [max(view.now_s, *(view.instances[i].free_at_s for i in group)) for group in groups]
-        group = groups[min(range(len(groups)), key=free_s.__getitem__)]
+        group = self._group(request, view)
         attn = self._attn if len(group) > 1 else "local"
         span = Span(
             request=request,
@@ -255,6 +257,13 @@ class FixedSp(PlacementPolicy):
             strategy=Strategy(attn=attn),
         )
         return [CommitSpans(request.id, (span,), view.version), *self._decodes.place(request, [group], view)]
+
+    def _group(self, request: Request, view: ClusterSnapshot) -> tuple[int, ...]:
+        """Return the group that computes a prompt."""
+        groups = self._groups or self._make_groups(view)
+        # a group begins when its last instance is free; ties go to the first group
+        free_s = [max(view.now_s, *(view.instances[i].free_at_s for i in group)) for group in groups]
+        return groups[min(range(len(groups)), key=free_s.__getitem__)]
 
     def _make_groups(self, view: ClusterSnapshot) -> tuple[tuple[int, ...], ...]:
         """Cut the instances into consecutive groups, node by node; a remainder stays unused unless it is everything."""
