@@ -31,7 +31,7 @@ medha.fig1            medha.loads:fig1 min TTFT as the share of long requests gr
 medha.fig3b           medha.lone_prefill:attention_medha sec attention time of a 1M prefill by chunk size
 medha.fig4            medha.lone_prefill:front_medha sec static against adaptive chunks: TTFT over the worst iteration
 medha.fig5b           medha.pipelines:against_medha sec stream pipeline against context parallelism, 1M tokens
-medha.fig7            medha.kvp_decode:fig7 sec KV parallelism: decode alone and beside a chunk
+medha.fig7            medha.kvp:fig7 sec KV parallelism: decode alone and beside a chunk
 medha.fig9            medha.loads:fig9 min TTFT over the rate, chats alone and with 5% long requests
 medha.fig10           medha.loads:fig10 min decode latency over the rate
 medha.fig11           medha.fig11:fig11 min 2D against 3D parallelism: TTFT over the rate, to 2M tokens
@@ -42,8 +42,8 @@ medha.fig15           medha.pipelines:mfu_figure sec MFU of prefills, to 128 GPU
 medha.fig16           medha.pipelines:mbu_figure sec MBU of decodes with KV parallelism
 medha.fig17           medha.pipelines:prefill sec prefill scaling to 128 GPUs and 10M tokens; where memory ends
 medha.fig18           medha.pipelines:decode sec decode latency as stages are added
-medha.fig19           medha.kvp_decode:fig19 sec KV parallelism in decode-only batches
-medha.fig20           medha.kvp_tradeoff:trade sec TTFT against TBT by chunk and KV groups
+medha.fig19           medha.kvp:fig19 sec KV parallelism in decode-only batches
+medha.fig20           medha.kvp:trade sec TTFT against TBT by chunk and KV groups
 medha.deadlines       medha.fig13:deadlines min what hangs on the deadline that the paper leaves open
 medha.headlines       medha.headlines:run min 5.7× throughput, 5× capacity, 250 ms at chunks of 512
 
@@ -55,12 +55,12 @@ mnemosyne.fig13      medha.lone_prefill:against_vllm        sec tensor paralleli
 mnemosyne.fig14      medha.pipelines:against_mnemosyne      sec striped attention against SPP: latency and preemption
 mnemosyne.fig15      medha.pipelines:prefill                sec prefill scaling to 128 GPUs and 10M tokens
 mnemosyne.fig16      medha.pipelines:decode                 sec decode latency as stages are added
-mnemosyne.fig17      medha.kvp_decode:fig17                 sec KV parallelism in decode
-mnemosyne.fig18      medha.kvp_tradeoff:trade               sec TTFT against TBT by chunk and KV groups
-mnemosyne.fig19      medha.kvp_tradeoff:timeline            sec KV groups join as a prefill grows
+mnemosyne.fig17      medha.kvp:fig17                 sec KV parallelism in decode
+mnemosyne.fig18      medha.kvp:trade               sec TTFT against TBT by chunk and KV groups
+mnemosyne.fig19      medha.kvp:timeline            sec KV groups join as a prefill grows
 mnemosyne.fig22      medha.lone_prefill:beside_decodes      sec decodes beside a chunk: batch time
 mnemosyne.headlines  medha.counts:mnemosyne_headlines       sec 1.75×, 30 ms TBT at 10M, 30 s TTFT at 2M
-mnemosyne.amdahl     medha.kvp_decode:amdahl                sec KV parallelism as Amdahl's law with 4 : 1
+mnemosyne.amdahl     medha.kvp:amdahl                sec KV parallelism as Amdahl's law with 4 : 1
 
 tetris.worked-examples   tetris.examples:worked            sec §2.4's examples from Table 1's cells
 tetris.table1            tetris.examples:table1            sec Eq. (1) fitted to Table 1
@@ -68,9 +68,9 @@ tetris.fig2              tetris.overheads:fig2             sec decode latency by
 tetris.fig8              tetris.capacity:fig8              min TTFT over the rate, and how much load each system carries
 tetris.fig9              tetris.capacity:fig9              min TTFT at the highest load that the best baseline carries
 tetris.fig10             tetris.capacity:fig10             min throughput at each system's critical rate
-tetris.fig11             tetris.ablation:fig11             min improvement rates by load, Llama-3 8B
-tetris.fig12             tetris.ablation:fig12             min improvement rates by load, Llama-3 70B
-tetris.fig13             tetris.ablation:fig13             min what chunks are worth over single-chunk plans
+tetris.fig11             tetris.capacity:fig11             min improvement rates by load, Llama-3 8B
+tetris.fig12             tetris.capacity:fig12             min improvement rates by load, Llama-3 70B
+tetris.fig13             tetris.capacity:fig13             min what chunks are worth over single-chunk plans
 tetris.chunking-bound    tetris.chunking_bound:run         sec how much chunks can gain at all, by Eq. (1)
 tetris.fig14             tetris.overheads:fig14            sec what cache balancing and transfers add
 tetris.table2            tetris.overheads:table2           sec planning time up to SP 128

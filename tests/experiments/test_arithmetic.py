@@ -9,7 +9,7 @@ from headway.sim import InstanceSpec, StageLink, simulate
 from headway.sim.workload import TraceRequest
 from headway_research.medha.arithmetic import adaptive_prefill, machine, static_prefill
 from headway_research.medha.counts import gpus_for, most_tokens
-from headway_research.medha.kvp_decode import speedup
+from headway_research.medha.kvp import speedup
 from headway_research.medha.pipelines import fits
 from headway_research.medha.worked_example import BY_HAND, QUANTUM_S, finish_times
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway_research.combined.setting import CombinedPoint, run_point
+from headway_research.combined.comparison import CombinedPoint, run_point
 
 
 @pytest.mark.long

@@ -1,5 +1,5 @@
 """Medha and its earlier version Mnemosyne: chunked prefills, stream pipelines, KV parallelism, LARS.
 
 `setting` has the one setting of all figures that simulate a workload, `arithmetic` the times that need no scheduler,
-`kvp_served` one request alone on KV groups.
+`kvp` one request alone on KV groups.
 """

@@ -22,7 +22,7 @@ from headway.perf.hardware import accelerator, model
 from headway.sim.report.page import ReportChart
 from headway_research.base import MODES, ExperimentReport, Mode, RunOptions, source
 from headway_research.medha.arithmetic import lone_report, machine, prefill_flops
-from headway_research.medha.kvp_decode import tbt_s
+from headway_research.medha.kvp import tbt_s
 from headway_research.medha.lone_prefill import PROMPT, slowdown
 from headway_research.medha.pipelines import within_30s
 from headway_research.verdicts import at_most, band, exact, judge, judge_same, order

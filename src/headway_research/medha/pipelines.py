@@ -27,7 +27,7 @@ from headway.sim.build import InfeasibleError, plan_memory
 from headway.sim.report.page import ReportChart
 from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, RunOptions
 from headway_research.medha.arithmetic import PAPER_KERNEL, lone_report, machine, prefill_flops, static_prefill
-from headway_research.medha.kvp_served import served_tbt_s
+from headway_research.medha.kvp import served_tbt_s
 from headway_research.verdicts import at_least, at_most, band, descending, judge, only, order, share_of_peak
 
 NODES = (1, 2, 4, 8, 16)
