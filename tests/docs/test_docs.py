@@ -6,6 +6,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -45,23 +46,20 @@ def resolves(name: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_module_that_a_page_names_exists(page: Path) -> None:
+def unknown_modules(page: Path) -> list[str]:
     pattern = rf"`((?:headway\.)?(?:{'|'.join((*PACKAGES, STUDIES))})(?:\.\w+)+)`"
     named = set(re.findall(pattern, written_text(page)))
     fields = {"policy.policy", "policy.t_target_s", "policy.medha"}
     fields |= {f"vllm.{name}" for name in VllmSection.model_fields} | {"vllm.headway.classes"}
-    assert [name for name in sorted(named) if name not in fields and not resolves(name)] == []
+    return [name for name in sorted(named) if name not in fields and not resolves(name)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_path_that_a_page_names_exists(page: Path) -> None:
+def missing_paths(page: Path) -> list[str]:
     text = page.read_text()
     top = "|".join(("src", "tests", "docs", "examples", "scripts", "benchmarks", STUDIES, *PACKAGES))
     paths = set(re.findall(rf"(?<![\w./])((?:{top})/[\w./-]*\w)", text))
     roots = (ROOT, ROOT / "src", ROOT / "src" / "headway")
-    missing = [path for path in sorted(paths) if not any((root / path).exists() for root in roots)]
-    assert missing == []
+    return [path for path in sorted(paths) if not any((root / path).exists() for root in roots)]
 
 
 def anchors(page: Path) -> set[str]:
@@ -73,8 +71,7 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_leads_somewhere(page: Path) -> None:
+def broken_links(page: Path) -> list[str]:
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", written_text(page)):
         if re.match(r"https?:|mailto:", target):
@@ -83,17 +80,21 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         file = (page.parent / path).resolve() if path else page
         if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
             broken.append(target)
-    assert broken == []
+    return broken
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_make_target_and_benchmark_that_a_page_names_exists(page: Path) -> None:
+def unknown_targets_and_benchmarks(page: Path) -> list[str]:
     text = page.read_text()
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"`make ([a-z-]+)", text)) | set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE))
-    assert named <= targets
-    for module in re.findall(r"python -m (benchmarks\.\w+)", text):
-        assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
+    modules = re.findall(r"python -m (benchmarks\.\w+)", text)
+    missing = [module for module in modules if not (ROOT / (module.replace(".", "/") + ".py")).exists()]
+    return [*sorted(named - targets), *missing]
+
+
+@pytest.mark.parametrize("faults", [unknown_modules, missing_paths, broken_links, unknown_targets_and_benchmarks])
+def test_what_a_page_names_exists(faults: Callable[[Path], list[str]]) -> None:
+    assert {page.name: found for page in PAGES if (found := faults(page))} == {}
 
 
 def test_reference_pages_are_what_the_code_says() -> None:

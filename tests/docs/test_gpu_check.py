@@ -24,6 +24,7 @@ def test_a_machine_without_a_gpu_is_told_so(tmp_path: Path, capsys: pytest.Captu
     assert found["parts"] == {}
 
 
+@pytest.mark.long
 def test_limits_equality_and_speed_run_on_the_device_that_is_here(tmp_path: Path) -> None:
     """Torch's attention kernels on this CPU against our own; the figures are positive and within the limits' order."""
     checks = CudaChecks("cpu:0", tmp_path)

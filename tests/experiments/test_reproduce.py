@@ -27,7 +27,7 @@ PROMISED = {
 
 
 SLOW = {
-    *("packing-prefetch.case3", "packing-prefetch.case4", "combined.azure", "pecsched.fig12"),
+    *("packing-prefetch.case3", "packing-prefetch.case4", "combined.azure", "pecsched.fig12", "pecsched.table2"),
     *(f"medha.{name}" for name in ("fig7", "fig9", "fig11", "fig13", "fig20")),
     *(set(SHORT) - SIMULATED),
 }

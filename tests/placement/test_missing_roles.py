@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from tests.helpers.cluster_worlds import TETRIS_CONTEXT, TETRIS_LINKS
 
@@ -28,20 +30,17 @@ def view(roles: tuple[Role, ...]) -> ClusterSnapshot:
 
 
 @pytest.mark.parametrize("name", names())
-@pytest.mark.parametrize("roles", ROLES)
-@pytest.mark.parametrize("tokens", [100, 100_000])
-def test_every_policy_places_a_request_or_names_the_missing_role(
-    name: str, roles: tuple[Role, ...], tokens: int
-) -> None:
-    policy = make_placement(name, TETRIS_CONTEXT)
-    request = Request(id="r", arrival_s=0.0, prompt_tokens=tokens, max_output_tokens=5)
-    why = None
-    try:
-        actions = policy.on_event(RequestArrived(request), view(roles))
-    except ConfigError as error:
-        why = str(error)
-    if why is None:
-        assert {"prefill", "mixed"} & set(roles)
-        assert all(0 <= i < len(roles) for action in actions for i in getattr(action, "group", ()))
-    else:
-        assert name in why or "cannot be reserved" in why
+def test_every_policy_places_a_request_or_names_the_missing_role(name: str) -> None:
+    for roles, tokens in product(ROLES, (100, 100_000)):
+        policy = make_placement(name, TETRIS_CONTEXT)
+        request = Request(id="r", arrival_s=0.0, prompt_tokens=tokens, max_output_tokens=5)
+        why = ""
+        try:
+            actions = policy.on_event(RequestArrived(request), view(roles))
+        except ConfigError as error:
+            why = str(error)
+        if why:
+            assert name in why or "cannot be reserved" in why, (roles, tokens)
+        else:
+            assert {"prefill", "mixed"} & set(roles)
+            assert all(0 <= i < len(roles) for action in actions for i in getattr(action, "group", ())), roles

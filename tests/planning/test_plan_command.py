@@ -52,7 +52,7 @@ FLAGS = ["plan", "--model", "llama-3-8b", "--gpu", "h200", "--qps", "3"]
 
 def test_flags_are_the_question_that_a_file_asks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--set", "workload.requests=40", "--set", "search={tp: [1], stages: [1], t_target_s: [0.1]}", "--json"]
-    mix = ["--mix", "chat:0.8,document:0.2", "--ttft-ms", "chat:2500,document:300000"]
+    mix = ["--mix", "chat:0.98,document:0.02", "--ttft-ms", "chat:2500,document:300000"]
     assert main([*FLAGS, *mix, *small, "--jobs", "1"]) == 0
     by_flags = json.loads(capsys.readouterr().out)
     assert by_flags["question"]["demands"] == {

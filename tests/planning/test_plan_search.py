@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.helpers.marks import quick_first
 from tests.helpers.present import present
 
 from headway.core.errors import ConfigError
@@ -83,7 +84,7 @@ def brute_force(question: PlanQuestion) -> CandidateMeasure | None:
     return min(met, key=lambda one: (cost_of(one.candidate, question), one.ratio(demands)), default=None)
 
 
-@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 50), marks=pytest.mark.long)])
+@pytest.mark.parametrize("seeds", quick_first([range(6), range(6, 50)]))
 def test_search_equals_brute_force(seeds: range) -> None:
     solved = 0
     for seed in seeds:
@@ -148,9 +149,10 @@ def without_stops(job: SimulationJob, monkeypatch: pytest.MonkeyPatch) -> Candid
         return measure(job)
 
 
-def test_early_stop_changes_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seeds", quick_first([range(3), range(8)]))
+def test_early_stop_changes_no_verdict(monkeypatch: pytest.MonkeyPatch, seeds: range) -> None:
     seen = {"late": 0, BACKLOG: 0, "met": 0}
-    for seed in range(8):
+    for seed in seeds:
         rng = random.Random(seed)
         question = random_question(seed)
         # looked at every 1,024 instants: short runs end before they are stopped
@@ -206,7 +208,7 @@ def test_percentile_is_at_least_what_a_part_of_the_values_forces(
     assert few > 0 or least_percentile(part, few) == max(part)
 
 
-@pytest.mark.parametrize("ratio", [0.2, 0.5])
+@pytest.mark.parametrize("ratio", quick_first([0.2, 0.5]))
 def test_candidate_that_is_removed_on_the_busiest_part_misses_a_demand_on_the_whole_workload(ratio: float) -> None:
     question = random_question(2)
     workload = question.workload.model_copy(update={"requests": 1600, "qps": 12.0})
