@@ -27,11 +27,13 @@ PROMISED = {
 
 
 SLOW = {
-    *("packing-prefetch.case3", "packing-prefetch.case4", "combined.azure", "pecsched.fig12", "pecsched.table2"),
-    *(f"medha.{name}" for name in ("fig7", "fig9", "fig11", "fig13", "fig20")),
+    *("packing-prefetch.case3", "packing-prefetch.case4", "combined.azure", "mnemosyne.fig18"),
+    *(f"medha.{name}" for name in ("fig7", "fig9", "fig10", "fig11", "fig13", "fig20", "headlines")),
+    *(f"pecsched.{name}" for name in ("fig2", "fig12", "fig13", "table2")),
+    *(f"tetris.{name}" for name in ("fig8", "loongserve")),
     *(set(SHORT) - SIMULATED),
 }
-"""Experiments whose quick runs take seconds, or whose full runs are short; `make test-long` has them."""
+"""Experiments whose quick runs take a second or more, or whose full runs are short; `make test-long` has them."""
 
 
 def test_the_list_is_complete_and_every_id_names_a_function(capsys: pytest.CaptureFixture[str]) -> None:
