@@ -131,7 +131,10 @@ def _terminated_like_ctrl_c(words: list[str]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-_PLAIN = {"–": "-", "…": "~", "±": "+-", "·": "|", "×": "x", "✓": "+", "✗": "x", "µ": "u", "—": "-", "→": "->"}
+_PLAIN = {
+    "–": "-", "…": "~", "±": "+-", "·": "|", "×": "x", "✓": "+", "✗": "x", "µ": "u", "—": "-", "→": "->", "−": "-",
+    "§": "S", "█": "#", "░": "=", "≤": "<=", "≥": ">=", "≈": "~", "’": "'",
+}  # fmt: skip
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:

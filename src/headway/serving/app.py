@@ -331,7 +331,7 @@ HOME_HEADERS = {
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 54rem; padding: 0 1rem; color: #1a1a1a; }
-pre { overflow-x: auto; }
+pre { overflow-wrap: anywhere; white-space: pre-wrap; }
 h2 { border-top: 1px solid #ccc; margin-top: 2rem; padding-top: 1rem; font-size: 1.1rem; }
 code, th { font-family: ui-monospace, monospace; font-size: .9em; }
 table { border-collapse: collapse; } th, td { padding: .1rem 1.5rem .1rem 0; text-align: left; font-weight: 400; }

@@ -19,7 +19,7 @@ BAR, WIDE_BAR = 16, 36
 
 
 def stage_report(data: Mapping[str, Any], wide: bool = False) -> RenderableType:
-    """Times, a steady layer with its timeline, and how much is enough. wide: all columns of the layer's table."""
+    """A sentence, times, a steady layer with its timeline, and how much is enough. wide: all columns of the layer."""
     figures, stage = data["figures"], data["stage"]
     times = _table("time", "ms", "decode, ms", "decode ×", "overall ×")
     prefill = figures["prefill_ms"]
@@ -35,7 +35,11 @@ def stage_report(data: Mapping[str, Any], wide: bool = False) -> RenderableType:
     title += f", {stage['decodes']} decodes over {tokens(stage['kv_tokens'])} KV tokens"
     on = data["setting"]["machine"]["name"]
     times.title = escape(f"{data['setting']['model']} on {on}: {title}")
-    return Group(times, _operators(data, wide), _enough(data))
+    sentence = (
+        f"{figures['prefetch_ms']:.1f} ms an iteration with prefetch, {figures['packing_ms']:.1f} ms packed without, "
+        f"{figures['serial_ms']:.1f} ms serial"
+    )
+    return Group(sentence, times, _operators(data, wide), _enough(data))
 
 
 def _operators(data: Mapping[str, Any], wide: bool) -> Table:
@@ -90,30 +94,38 @@ def _enough(data: Mapping[str, Any]) -> str:
 
 
 def sweep_report(data: Mapping[str, Any]) -> RenderableType:
-    """One row a point; `*` marks the Pareto front."""
-    columns = ("packing_ms", "prefetch_ms", "prefetch_decode_speedup", "prefetch_overall_speedup",
-               "useful_buffer_mib", "packing_needs_gbps", "fits")  # fmt: skip
-    table = _table(*data["axes"], *(name.replace("_", " ") for name in columns), "front")
+    """The fastest point, and one row a point; `*` marks the Pareto front. Files have every figure."""
+    columns = {"prefetch_ms": "prefetch, ms", "prefetch_decode_speedup": "decode ×",
+               "prefetch_overall_speedup": "overall ×", "useful_buffer_mib": "buffer, MiB"}  # fmt: skip
+    table = _table(*(axis.rpartition(".")[2].replace("_", " ") for axis in data["axes"]), *columns.values(), "front")
     for row in data["rows"]:
         cells = [str(row[axis]) for axis in data["axes"]]
-        table.add_row(*cells, *(_n(row[name], 2) for name in columns), "*" if row["pareto"] else "")
-    return table
+        mark = ("*" if row["pareto"] else "") if row["fits"] else "no room"
+        table.add_row(*cells, *(_n(row[name], 2) for name in columns), mark)
+    best = min((row for row in data["rows"] if row["fits"]), key=lambda row: row["prefetch_ms"], default=None)
+    if best is None:
+        return Group("weights and KV fit at no point", table)
+    at = ", ".join(f"{axis.rpartition('.')[2]} {best[axis]}" for axis in data["axes"])
+    return Group(f"fastest with prefetch: {best['prefetch_ms']:.1f} ms an iteration, at {escape(at)}", table)
 
 
 def serve_report(data: Mapping[str, Any], wide: bool = False) -> RenderableType:
     """One rate, both ways. wide: with the use of the machine."""
     gap = f"P{data['limits']['percentile']:g} gap, ms"
     use_of = ("tokens/s", "MFU", "MBU", "idle") if wide else ()
-    table = _table("schedule", "QPS", gap, "delay, s", "finished", "TTFT P50, s", *use_of, "holds")
+    table = _table("schedule", "QPS", gap, "delay, ms", "finished", "TTFT P50, ms", *use_of, "holds")
     for mode, run in data["runs"].items():
         rate, use, total = run["rate"], run["run"]["use"], run["run"]["total"]
         used = (_n(total.get("output_tokens_per_s"), 0), _n(use["mfu"], 3), _n(use["mbu"], 3), _n(use["idle_share"], 3))
         table.add_row(
-            mode, _n(rate["qps"], 3), _n(rate["tbt_s"] * 1e3, 2), _n(rate["delay_s"], 3),
-            f"{rate['finished']} of {rate['requests']}", _n(total["ttft_s"]["p50"], 3),
+            mode, _n(rate["qps"], 3), _n(rate["tbt_s"] * 1e3, 2), _n(rate["delay_s"] * 1e3, 0),
+            f"{rate['finished']} of {rate['requests']}", _ms(total["ttft_s"]["p50"]),
             *(used if wide else ()), "yes" if rate["ok"] else "no",
         )  # fmt: skip
-    return Group(table, _limits(data))
+    held = [mode for mode, run in data["runs"].items() if run["rate"]["ok"]]
+    rate = next(iter(data["runs"].values()))["rate"]["qps"]
+    sentence = f"{rate:g} requests a second are served within the limits by {' and '.join(held) or 'neither schedule'}"
+    return Group(sentence, table, _limits(data))
 
 
 def capacity_report(data: Mapping[str, Any]) -> RenderableType:
@@ -124,13 +136,17 @@ def capacity_report(data: Mapping[str, Any]) -> RenderableType:
         gap, delay = (None, None) if at is None else (at["tbt_s"] * 1e3, at["delay_s"])
         table.add_row(mode, _n(found["qps"], 3), _n(gap, 2), _n(delay, 3), str(len(found["tried"])))
     lines = [_limits(data)]
-    lines.append("gain of prefetch: " + ("-" if data["gain"] is None else f"{data['gain']:.2f}×"))
     if "packing_needs_bandwidth_times" in data:
         times = data["packing_needs_bandwidth_times"]
         lines.append(
             "packing alone serves as much with " + ("no" if times is None else f"{times:.2f}×") + " HBM bandwidth"
         )
-    return Group(table, "\n".join(lines))
+    sentence = "within the limits: " + ", ".join(
+        f"no rate by {mode}" if found["qps"] is None else f"{found['qps']:.2f} requests a second by {mode}"
+        for mode, found in data["modes"].items()
+    )
+    sentence += "" if data["gain"] is None else f" ({data['gain']:.2f}×)"
+    return Group(sentence, table, "\n".join(lines))
 
 
 def _limits(data: Mapping[str, Any]) -> str:
@@ -155,6 +171,10 @@ def _n(value: Any, digits: int = 3) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:,.{digits}f}" if isinstance(value, int | float) else escape(str(value))
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else _n(seconds * 1e3, 0)
 
 
 LANES = ("HBM", "vector", "array")

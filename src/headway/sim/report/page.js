@@ -26,6 +26,31 @@ const columns = (lines) => {
   return Array.from({ length: lines.length + 1 }, (_, place) => rows.map((row) => row[place]));
 };
 
+// The name of a line at its end, in its colour, apart from the others' names.
+const SIZE = 12;
+const nameLines = (names, colour) => (plot) => {
+  const context = plot.ctx, ratio = devicePixelRatio || 1, { left, top, width, height } = plot.bbox;
+  const ends = names.map((name, place) => {
+    const values = plot.data[place + 1], at = values.findLastIndex((value) => value !== null && value !== undefined);
+    return at < 0 ? null : { name, colour: colour(place), y: plot.valToPos(values[at], "y", true) };
+  }).filter((one) => one !== null).sort((one, other) => one.y - other.y);
+  const step = 1.25 * SIZE * ratio;
+  ends.forEach((one, at) => { if (at) one.y = Math.max(one.y, ends[at - 1].y + step); });
+  // What would stand below the chart moves all above it up.
+  ends.reduceRight((below, one) => { one.y = Math.min(one.y, below); return one.y - step; }, top + height);
+  context.save();
+  context.font = `600 ${SIZE * ratio}px system-ui, sans-serif`;
+  context.textAlign = "left";
+  context.textBaseline = "middle";
+  for (const one of ends) { context.fillStyle = one.colour; context.fillText(one.name, left + width + 8 * ratio, one.y); }
+  context.restore();
+};
+const widthOf = (names) => {
+  const context = document.createElement("canvas").getContext("2d");
+  context.font = `600 ${SIZE}px system-ui, sans-serif`;
+  return Math.max(...names.map((name) => context.measureText(name).width));
+};
+
 // All cards first: a card's width depends on how many there are.
 const cards = page.charts.map((chart) => make("div", { class: "card" }, make("h2", {}, chart.title)));
 document.getElementById("charts").append(...cards);
@@ -35,7 +60,8 @@ for (const [at, chart] of page.charts.entries()) {
   const words = chart.words;
   const along = words.length ? (x) => words[x] ?? "" : plain;
   const axis = { stroke: () => theme("quiet"), grid: { stroke: () => theme("line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif", labelFont: "12px system-ui, sans-serif", labelSize: 20 };
-  const colour = (place) => page.colours[place % page.colours.length];
+  const colour = (place) => chart.colours[place];
+  const names = Object.keys(chart.lines), named = !chart.dots && names.length > 1;
   const tight = 8 * words.join("").length + 12 * words.length > card.clientWidth - 100;
   const inWords = { splits: () => words.map((_, at) => at), values: (_, ticks) => ticks.map(along), rotate: tight ? -40 : 0, size: tight ? 70 : 30 };
   const high = chart.unit === "share" ? [0, 1.02] : null;
@@ -49,8 +75,10 @@ for (const [at, chart] of page.charts.entries()) {
       { ...axis, label: chart.x, space: 60, size: 30, ...(words.length ? inWords : { values: (_, ticks) => ticks.map(plain) }), ...(chart.log_x ? { splits: decades, filter: (_, ticks) => ticks } : {}) },
       { ...axis, ...(chart.y ? { label: chart.y } : {}), size: 58, values: (_, ticks) => ticks.map(rough), ...(chart.log_y ? { splits: decades, filter: (_, ticks) => ticks } : {}) },
     ],
-    legend: { markers: { fill: (_, place) => (place > 0 ? colour(place - 1) : "") } },
-    series: [{ label: chart.x.split(",")[0], value: (_, x) => (x === null || x === undefined ? "" : along(x)) }, ...Object.keys(chart.lines).map((label, place) => ({
+    padding: [null, named ? Math.ceil(widthOf(names)) + 14 : null, null, null],
+    hooks: named ? { draw: [nameLines(names, colour)] } : {},
+    legend: { show: chart.dots && names.length > 1, markers: { fill: (_, place) => (place > 0 ? colour(place - 1) : "") } },
+    series: [{ label: chart.x.split(",")[0], value: (_, x) => (x === null || x === undefined ? "" : along(x)) }, ...names.map((label, place) => ({
       label, stroke: colour(place), width: chart.dots ? 0 : 1.8, paths: chart.dots ? () => null : undefined, spanGaps: true,
       points: { show: true, size: chart.dots && !words.length ? 5 : 8, fill: colour(place), width: 0 }, value: (_, y) => (y === null || y === undefined ? "" : exact(y)),
     }))],

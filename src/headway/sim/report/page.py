@@ -26,7 +26,7 @@ from rich.text import Text
 from headway import __version__
 from headway.core.files import write_output
 from headway.sim.metrics import RequestRecord, ttft_s
-from headway.sim.report.plots import COLOURS
+from headway.sim.report.plots import line_colours
 
 MOST_POINTS = 1_500
 """Points of a line in a page. Of more, only the lowest and the highest of each few neighbours are drawn."""
@@ -64,7 +64,7 @@ def write_page(file: Path, title: str, shown: Sequence[RenderableType], charts: 
             (template / "page.js").read_text(),
         )
     )
-    data = {"colours": COLOURS, "charts": [_drawn(chart) for chart in charts]}
+    data = {"charts": [_drawn(chart) for chart in charts]}
     parts = {
         "title": escape(title),
         "version": __version__,
@@ -120,7 +120,7 @@ def _drawn(chart: ReportChart) -> dict[str, Any]:
             p for p in points if math.isfinite(p[1]) and (p[0] > 0 or not chart.log_x) and (p[1] > 0 or not chart.log_y)
         ]
         lines[name] = [[float(f"{x:.6g}"), float(f"{y:.4g}")] for x, y in _thinned(sorted(points))]
-    return {**asdict(replace(chart, lines={})), "words": words, "lines": lines}
+    return {**asdict(replace(chart, lines={})), "words": words, "lines": lines, "colours": line_colours([*lines])}
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -120,6 +120,8 @@ def seconds_axis(axes: Axes, which: str) -> None:
 OURS = ("ladder", "headway", "plugged")
 """Words that name Headway in a label. What they name has the first colour, which nothing else has."""
 
+PROPOSED = ("medha", "spp", "tetris", "pecsched")
+
 
 def is_ours(label: str) -> bool:
     """Return whether a line's label names Headway."""
@@ -129,9 +131,10 @@ def is_ours(label: str) -> bool:
 def line_colours(labels: Sequence[str]) -> list[str]:
     """Return a colour for each line: the accent for Headway's first, the others' for the rest.
 
-    Where no label names Headway, the first line has the accent.
+    Where no label names Headway, what a paper proposes has the accent, else the first line.
     """
-    mine = next((at for at, label in enumerate(labels) if is_ours(label)), 0)
+    papers = (at for at, label in enumerate(labels) if label.lower() in PROPOSED)
+    mine = next((at for at, label in enumerate(labels) if is_ours(label)), next(papers, 0))
     others = (COLOURS[1 + at % (len(COLOURS) - 1)] for at in range(len(labels)))
     return [COLOURS[0] if at == mine else next(others) for at in range(len(labels))]
 

@@ -336,9 +336,10 @@ def slowest_line(one: Mapping[str, Any], how: str, at: str = "") -> str:
     is no log to explain it from. at: the point of a sweep."""
     what = f"{one['class']} " if one["class"] else ""
     size, wait = tokens(one["prompt_tokens"]), duration(one["ttft_s"])
-    lines = [f"slowest{at}: {what}{one['id']}, {size} prompt tokens: first token after {wait}"]
+    lines = [f"slowest{at}: {what}{one['id']}, {size} prompt tokens:", f"  first token after {wait}"]
     if one["queueing_s"] is not None:
-        lines.append(f"  {duration(one['queueing_s'])} of that before its first chunk")
+        early, late = duration(one["queueing_s"]), duration(max(0.0, one["ttft_s"] - one["queueing_s"]))
+        lines[1] += f": {early} before its first chunk, {late} from there"
     # Not wrapped, so that it can be copied.
     return "\n".join([*lines, *([f"  headway why {one['id']} {how}"] if how else [])])
 

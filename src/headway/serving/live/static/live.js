@@ -60,12 +60,12 @@ const tiles = (told) => {
   const met = minute.reduce((sum, row) => sum + row[10], 0), missed = minute.reduce((sum, row) => sum + row[11], 0);
   const kept = met + missed ? met / (met + missed) : null;
   const rate = (place) => latest(charts.recent(12).slice(0, -1).map((row) => row[place]));
-  const both = (kind) => ["p50", "p99"].map((cut) => seconds(told.minute[`${kind}_ttft_${cut}_s`])).join(" / ");
+  const ttft = (kind, cut) => seconds(told.minute[`${kind}_ttft_${cut}_s`]);
   const shown = [
     [count(told.waiting), "wait for a first token", told.waiting > 20 ? "bad" : ""],
     [count(told.running), "decoding"],
-    [both("short"), "TTFT, short prompts: P50 / P99"],
-    [both("long"), "TTFT, long prompts: P50 / P99"],
+    [ttft("short", "p50"), `short prompts' TTFT, P99\u00a0${ttft("short", "p99").replace(" ", "\u00a0")}`],
+    [ttft("long", "p50"), `long prompts' TTFT, P99\u00a0${ttft("long", "p99").replace(" ", "\u00a0")}`],
     [seconds(told.minute.tbt_p99_s), "TBT, P99"],
     [share(kept), met + missed ? `of ${count(met + missed)} SLOs kept` : "SLOs: none asked", kept === null ? "" : kept < 0.9 ? "bad" : "good"],
     [`${count(rate(8))} + ${count(rate(9))}`, "tokens/s in + out"],
