@@ -130,7 +130,9 @@ def connect(axes: Axes, start: Box, end: Box, text: str) -> None:
         wide = w2 > 2 * w1  # enter a wide box at the end that is nearer
         tail = (x1 + w1 / 2, y1 - 0.08 if down else y1 + h1 + 0.08)
         head = (x2 + w2 - 0.8 if wide else x2 + w2 / 2, y2 + h2 + 0.08 if down else y2 - 0.08)
-        place, align = ((tail[0] + head[0]) / 2 + 0.08, (tail[1] + head[1]) / 2), "left"
+        # Beside an arrow to the left, text stands below it.
+        aside = -0.22 if head[0] < tail[0] - 0.5 else 0.0
+        place, align = ((tail[0] + head[0]) / 2 + 0.08, (tail[1] + head[1]) / 2 + aside), "left"
     axes.annotate("", xy=head, xytext=tail, arrowprops={"arrowstyle": "-|>", "color": "#333333", "linewidth": 1.1})
     axes.text(*place, text, ha=align, va="center", fontsize=8, color="#333333")
 
