@@ -103,8 +103,9 @@ def test_a_plan_refuses_rows_without_slots_and_gaps() -> None:
         backend.plan([BatchSegment(0, 1, 8, ((0, 8),))], pool)
     with pytest.raises(ValueError, match="ends at row 2"):
         backend.plan([BatchSegment(0, 2, 0, ((0, 8),)), BatchSegment(3, 1, 0, ((8, 8),))], pool)
-    with pytest.raises(ValueError, match="outside the pool"):
-        backend.plan([BatchSegment(0, 2, 0, ((15, 8),))], pool)
+    for rows, past, runs in ((2, 0, (15, 8)), (4, 14, (0, 18)), (1, 16, (0, 17)), (4, 0, (-1, 4))):
+        with pytest.raises(ValueError, match="outside the pool"):
+            backend.plan([BatchSegment(0, rows, past, (runs,))], pool)
 
 
 def test_an_unknown_backend_names_the_known_ones() -> None:

@@ -206,14 +206,3 @@ def test_chunks_that_share_a_prefix_in_one_iteration() -> None:
         keys, values = (torch.cat([x[:, :past], x[:, past:][:, own]], 1) for x in (k, v))
         wanted, _ = exact(q[:, own], keys, values, True)
         assert (out[:, own].double() - wanted).abs().max() <= 2**-7 * wanted.abs().max()
-
-
-def test_a_plan_refuses_runs_outside_the_pool() -> None:
-    pool = KvPool(1, 1, 64, 64, torch.bfloat16)
-    for segment in (
-        BatchSegment(0, 4, 62, ((0, 66),)),
-        BatchSegment(0, 1, 64, ((0, 65),)),
-        BatchSegment(0, 4, 0, ((-1, 4),)),
-    ):
-        with pytest.raises(ValueError, match="outside the pool"):
-            CpuBackend().plan([segment], pool)

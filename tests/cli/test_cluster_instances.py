@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from headway.core.errors import ConfigError, RequestError
-from headway.core.strict_yaml import load
 from headway.runtime.assembly import cluster as instances
 from headway.runtime.assembly.cluster import InstanceFactory, links
 from headway.runtime.cluster.cluster_file import ClusterFile, cluster_file, nodes_of
@@ -94,20 +93,6 @@ def test_links_between_hosts_are_no_faster_than_the_network() -> None:
     assert apart.inside == alone.inside
     assert apart.across.bytes_per_s == 125e6
     assert links(file_of({}, {"host": 1}, network_gbit_s=400)).across.bytes_per_s == alone.inside.bytes_per_s
-
-
-def test_yaml_takes_a_key_once_and_merges() -> None:
-    assert load("a: {x: 1, y: 2}\nb: {x: 1}\n1: {}\n'2': [{x: 1}, {x: 2}]") == {
-        "a": {"x": 1, "y": 2}, "b": {"x": 1}, 1: {}, "2": [{"x": 1}, {"x": 2}],
-    }  # fmt: skip
-    assert load("base: &b {x: 1}\nmore: {<<: *b, x: 2}")["more"] == {"x": 2}
-    with pytest.raises(Exception, match=r"'x' stands there twice(.|\n)*line 1, column 11"):
-        load("a: {x: 1, x: 2}")
-    # A mapping that itself merges another is merged.
-    text = "base: &a {x: 1}\nouter:\n  inner: &b\n    <<: *a\n    x: 2\nc:\n  <<: [*b, *a]\n"
-    assert load(text) == {"base": {"x": 1}, "outer": {"inner": {"x": 2}}, "c": {"x": 2}}
-    with pytest.raises(Exception, match=r"'x' stands there twice(.|\n)*line 3, column 25"):
-        load("base: &a {x: 1}\nc:\n  inner: {<<: *a, x: 2, x: 3}\n")
 
 
 def test_an_unknown_kv_connector_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

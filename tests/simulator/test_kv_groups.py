@@ -24,22 +24,18 @@ from headway.sim.scenario import parse_scenario
 from headway.sim.workload import TraceRequest
 
 
-def timeline(groups: int, shard: int | None = 512, prompt: int = 2044, **fields: Any) -> SimResult:
-    config = SchedulerConfig(
-        chunking="static:64",
-        kv_parallel=groups,
-        kv_shard_tokens=shard,
-    )
-    spec = InstanceSpec(config=config, latency=small_machine(), kv_tokens=2560, block_tokens=16, **fields)
-    return simulate(spec, [TraceRequest(0.0, prompt, 4)], RunSpec(keep_iterations=True))
+def instance(groups: int, **fields: Any) -> InstanceSpec:
+    config = SchedulerConfig(chunking="static:64", kv_parallel=groups, kv_shard_tokens=512)
+    return InstanceSpec(config=config, latency=small_machine(), kv_tokens=2560, block_tokens=16, **fields)
+
+
+def timeline(groups: int, **fields: Any) -> SimResult:
+    return simulate(instance(groups, **fields), [TraceRequest(0.0, 2044, 4)], RunSpec(keep_iterations=True))
 
 
 def test_cached_tokens_beyond_the_first_shard_are_computed_again() -> None:
-    config = SchedulerConfig(chunking="static:64", kv_parallel=4, kv_shard_tokens=512)
-    spec = InstanceSpec(config=config, latency=small_machine(), kv_tokens=2560, block_tokens=16)
-    result = simulate(
-        spec, [TraceRequest(0.0, 2000, 4, cached_tokens=1500), TraceRequest(0.0, 400, 4, cached_tokens=300)]
-    )
+    workload = [TraceRequest(0.0, 2000, 4, cached_tokens=1500), TraceRequest(0.0, 400, 4, cached_tokens=300)]
+    result = simulate(instance(4), workload)
     assert [len(record.token_s) for record in result.records] == [4, 4]
     assert result.replicas[0].prefill_tokens == (2000 - 511) + (400 - 300)
 
