@@ -9,21 +9,21 @@ from __future__ import annotations
 import ctypes
 import math
 import platform
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers import kernels
+from tests.attention.kernel_cases import chunk_over, in_pool, inputs, two_threads  # noqa: F401 - a fixture
+from tests.helpers.kernels import ORDERS, exact, outgrowing
+from tests.helpers.present import present
 from torch import Tensor
 
 from headway.core.native_build import LIBRARIES, build, find_compiler
 from headway.kv.allocator import cut_ranges
-from headway.runtime.attention.backend import BatchSegment, attend
+from headway.runtime.attention.backend import attend
 from headway.runtime.attention.backends import CpuBackend, kernels_of
-from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.attention.native import GENERAL_DIMS, NativeChunks, attend_native, general_kernels
 
 FP32 = general_kernels(torch.float32)
@@ -31,41 +31,26 @@ pytestmark = pytest.mark.skipif(FP32 is None, reason="no C++ compiler or no AVX2
 PREBUILT = find_compiler() if platform.machine() == "x86_64" else None
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
-
-
-def inputs(seed: int, rows: int, keys: int, heads: tuple[int, int], dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q (rows, q_heads, dim), k and v (keys, kv_heads, dim)."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ((rows, heads[0], dim), (keys, heads[1], dim), (keys, heads[1], dim))
-    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
-    return q, k, v
-
-
-def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """In double precision, (rows, q_heads, dim) and (rows, q_heads); causal is aligned at the last row and key."""
-    out, lse = kernels.exact(*(x.transpose(0, 1) for x in (q, k, v)), causal)  # type: ignore[call-arg]
-    return out.transpose(0, 1), lse.transpose(0, 1)
-
-
 def check(got: Tensor, wanted: Tensor, q: Tensor, k: Tensor) -> None:
     largest = float(q.norm(dim=-1).max() * k.norm(dim=-1).max()) / math.sqrt(q.shape[-1])
     assert (got.double() - wanted).abs().max() <= 1e-6 * (1 + largest) * float(wanted.abs().max())
 
 
-def in_pool(k: Tensor, v: Tensor, block: int, past: int, seed: int) -> tuple[KvPool, tuple[tuple[int, int], ...]]:
-    """A pool with the first `past` tokens in shuffled blocks, NaN elsewhere, as its second layer; the tokens' slots."""
-    count = -(-len(k) // block)
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
-    pool = KvPool(2, k.shape[1], count * block, k.shape[2], torch.float32)
-    pool.data.fill_(math.nan)
-    slots = torch.tensor([place * block + at for place in order for at in range(block)])[:past]
-    pool.data[1, 0, :, slots], pool.data[1, 1, :, slots] = k[:past].transpose(0, 1), v[:past].transpose(0, 1)
-    return pool, tuple((place * block, block) for place in order)
+def weighs(got: Tensor, wanted: Tensor) -> bool:
+    """Whether log-sum-exps are as exact as they should be."""
+    return torch.allclose(got.double(), wanted, rtol=3e-6, atol=3e-6)
+
+
+def by_general_kernels(q: Tensor, k: Tensor, v: Tensor, block: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Return causal attention of the last rows over a pool of the inputs' own type, in this type."""
+    heads, rows, dim = q.shape
+    pool, runs = in_pool(k, v, block, k.shape[1], seed)
+    out = torch.empty(rows, heads, dim, dtype=dtype)
+    chunks = NativeChunks(
+        present(general_kernels(k.dtype)).prefill, [(0, rows)], [cut_ranges(runs, 0, k.shape[1])], pool
+    )
+    chunks.run(1, q.transpose(0, 1).contiguous(), out)
+    return out.transpose(0, 1)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -81,12 +66,8 @@ def in_pool(k: Tensor, v: Tensor, block: int, past: int, seed: int) -> tuple[KvP
 def test_a_decode_or_chunk_over_any_slots_is_exact_causal_attention(
     rows: int, past: int, group: int, kv_heads: int, dim: int, block: int, seed: int
 ) -> None:
-    q, k, v = inputs(seed, rows, past + rows, (group * kv_heads, kv_heads), dim)
-    pool, slots = in_pool(k, v, block, past, seed)
-    backend = CpuBackend()
-    plan = backend.plan([BatchSegment(0, rows, past, slots)], pool)
-    assert plan.rest._chunks is not None
-    check(backend.run(1, q, k[past:], v[past:], plan), exact(q, k, v, True)[0], q, k)
+    q, k, v = inputs(seed, rows, past + rows, (group * kv_heads, kv_heads), dim, torch.float32)
+    check(chunk_over(q, k, v, block, seed), exact(q, k, v, True)[0], q, k)
 
 
 @pytest.mark.long
@@ -103,15 +84,9 @@ def test_a_decode_or_chunk_over_any_slots_is_exact_causal_attention(
 def test_bf16_is_widened_as_it_is_read(
     rows: int, past: int, heads: tuple[int, int], dim: int, block: int, rounded: bool, seed: int
 ) -> None:
-    kernels = general_kernels(torch.bfloat16)
-    assert kernels is not None
     assert dim in GENERAL_DIMS
-    q, k, v = (x.bfloat16() for x in inputs(seed, rows, past + rows, heads, dim))
-    wide, slots = in_pool(k.float(), v.float(), block, past + rows, seed)
-    pool = KvPool(2, heads[1], wide.slots, dim, torch.bfloat16)
-    pool.data.copy_(wide.data)
-    out = torch.empty(rows, heads[0], dim, dtype=torch.bfloat16 if rounded else torch.float32)
-    NativeChunks(kernels.prefill, [(0, rows)], [cut_ranges(slots, 0, past + rows)], pool).run(1, q, out)
+    q, k, v = inputs(seed, rows, past + rows, heads, dim, torch.bfloat16)
+    out = by_general_kernels(q, k, v, block, torch.bfloat16 if rounded else torch.float32, seed)
     wanted, _ = exact(q, k, v, True)
     if rounded:
         assert (out.double() - wanted).abs().max() <= (2**-8 + 1e-5) * float(wanted.abs().max())
@@ -127,68 +102,53 @@ def test_bf16_is_widened_as_it_is_read(
     seed=st.integers(0, 99),
 )
 def test_a_shard_gives_the_weight_of_its_answer(rows: int, keys: int, heads: tuple[int, int], seed: int) -> None:
-    q, k, v = inputs(seed, rows, keys, heads, 64)
+    q, k, v = inputs(seed, rows, keys, heads, 64, torch.float32)
     for causal in (False, True) if rows == keys else (False,):
-        out, lse = attend(*(x.transpose(0, 1) for x in (q, k, v)), causal)  # type: ignore[call-arg]
+        out, lse = attend(q, k, v, causal)
         wanted, weight = exact(q, k, v, causal)
-        check(out.transpose(0, 1), wanted, q, k)
-        assert torch.allclose(lse.transpose(0, 1).double(), weight, rtol=3e-6, atol=3e-6)
+        check(out, wanted, q, k)
+        assert weighs(lse, weight)
 
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(("rows", "keys"), [(1, 5000), (3, 2048), (700, 2125), (2348, 2348)])
 def test_spans_that_are_cut_for_threads_join_exactly(rows: int, keys: int) -> None:
-    q, k, v = inputs(rows, rows, keys, (4, 1), 64)
-    pool, slots = in_pool(k, v, 300, keys - rows, 0)
-    backend = CpuBackend()
-    out = backend.run(
-        1, q, k[keys - rows :], v[keys - rows :], backend.plan([BatchSegment(0, rows, keys - rows, slots)], pool)
-    )
-    check(out, exact(q, k, v, True)[0], q, k)
+    q, k, v = inputs(rows, rows, keys, (4, 1), 64, torch.float32)
+    check(chunk_over(q, k, v, 300), exact(q, k, v, True)[0], q, k)
 
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 17, pytest.param(512, marks=pytest.mark.long)])
 def test_pasts_of_64k_are_as_exact(rows: int, dtype: torch.dtype) -> None:
-    past = 65_600
-    q, k, v = (x.to(dtype) for x in inputs(rows, rows, past + rows, (2, 1), 64))
-    wide, slots = in_pool(k.float(), v.float(), 2048, past + rows, 0)
-    pool = KvPool(2, 1, wide.slots, 64, dtype)
-    pool.data.copy_(wide.data)
-    kernels, out = general_kernels(dtype), torch.empty(rows, 2, 64)
-    assert kernels is not None
-    NativeChunks(kernels.prefill, [(0, rows)], [cut_ranges(slots, 0, past + rows)], pool).run(1, q, out)
-    parts = [x.float().transpose(0, 1) for x in (q, k, v)]
-    shard, lse = attend(*parts, False)  # type: ignore[call-arg]
+    q, k, v = inputs(rows, rows, 65_600 + rows, (2, 1), 64, dtype)
+    out = by_general_kernels(q, k, v, 2048, torch.float32)
+    shard, lse = attend(q.float(), k.float(), v.float(), False)
     for head in range(2):
-        wanted, _ = exact(q[:, head : head + 1], k, v, True)
-        check(out[:, head : head + 1], wanted, q, k)
-        wanted, weight = exact(q[:, head : head + 1], k, v, False)
-        check(shard[head].unsqueeze(1), wanted, q, k)
-        assert torch.allclose(lse[head].double(), weight[:, 0], rtol=3e-6, atol=3e-6)
+        one = slice(head, head + 1)
+        check(out[one], exact(q[one], k, v, True)[0], q, k)
+        wanted, weight = exact(q[one], k, v, False)
+        check(shard[one], wanted, q, k)
+        assert weighs(lse[one], weight)
 
 
 @pytest.mark.parametrize("rows", [1, 21])
 @pytest.mark.parametrize("strength", [1.0, 30.0, 3000.0])
-@pytest.mark.parametrize("order", kernels.ORDERS)
+@pytest.mark.parametrize("order", ORDERS)
 def test_scores_that_keep_outgrowing_the_maximum(order: str, strength: float, rows: int) -> None:
-    q, k, v = inputs(11, rows, 500, (4, 2), 64)
-    k[:, :, 0] = kernels.outgrowing(order, strength, 500).unsqueeze(1)
+    q, k, v = inputs(11, rows, 500, (4, 2), 64, torch.float32)
+    k[:, :, 0] = outgrowing(order, strength, 500)
     q[:, :, 0] = q[:, :, 0].abs()
-    out, _ = attend(*(x.transpose(0, 1) for x in (q, k, v)), False)  # type: ignore[call-arg]
-    check(out.transpose(0, 1), exact(q, k, v, False)[0], q, k)
+    check(attend(q, k, v, False)[0], exact(q, k, v, False)[0], q, k)
 
 
 def test_equal_scores_give_the_mean_and_nan_is_not_hidden() -> None:
     for rows in (1, 20):
-        q, k, v = inputs(17, rows, 777, (2, 1), 96)
-        parts = [x.transpose(0, 1) for x in (torch.zeros_like(q), k, v)]
-        out, lse = attend(*parts, False)  # type: ignore[call-arg]
-        assert torch.allclose(out, v.mean(0).expand(2, rows, 96), atol=1e-6)
+        q, k, v = inputs(17, rows, 777, (2, 1), 96, torch.float32)
+        out, lse = attend(torch.zeros_like(q), k, v, False)
+        assert torch.allclose(out, v.mean(1).expand(2, rows, 96), atol=1e-6)
         assert torch.allclose(lse, torch.full_like(lse, math.log(777)), atol=2e-6)
-        parts[0] = torch.full_like(parts[0], math.nan)
-        assert attend(*parts, False)[0].isnan().all()  # type: ignore[call-arg]
+        assert attend(torch.full_like(q, math.nan), k, v, False)[0].isnan().all()
 
 
 def test_what_computes_a_type_is_said() -> None:
@@ -207,9 +167,8 @@ def test_narrower_vectors_are_as_exact(tmp_path: Path, name: str, flags: tuple[s
     assert FP32 is not None
     kernel.argtypes, kernel.restype = FP32.prefill.argtypes, None
     for rows, keys, heads, dim in ((1, 300, (8, 2), 64), (2, 65, (3, 3), 24), (77, 400, (6, 2), 128)):
-        q, k, v = inputs(rows, rows, keys, heads, dim)
-        parts = [x.transpose(0, 1) for x in (q, k, v)]
-        out, lse = attend_native(kernel, *parts, False, dim**-0.5, torch.float32)  # type: ignore[call-arg]
+        q, k, v = inputs(rows, rows, keys, heads, dim, torch.float32)
+        out, lse = attend_native(kernel, q, k, v, False, dim**-0.5, torch.float32)
         wanted, weight = exact(q, k, v, False)
-        check(out.transpose(0, 1), wanted, q, k)
-        assert torch.allclose(lse.transpose(0, 1).double(), weight, rtol=3e-6, atol=3e-6)
+        check(out, wanted, q, k)
+        assert weighs(lse, weight)

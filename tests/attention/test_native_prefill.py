@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.attention.kernel_cases import chunk_over, inputs, two_threads  # noqa: F401 - a fixture
 from tests.helpers.kernels import ORDERS, WAYS, exact, outgrowing, use_kernels
 from torch import Tensor
 
@@ -28,40 +29,10 @@ def way(request: pytest.FixtureRequest) -> Iterator[None]:
     yield from use_kernels(request.param)
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
-
-
-def inputs(seed: int, rows: int, keys: int, heads: tuple[int, int], dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """bf16 q (q_heads, rows, dim), k and v (kv_heads, keys, dim)."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ((heads[0], rows, dim), (heads[1], keys, dim), (heads[1], keys, dim))
-    q, k, v = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
-    return q, k, v
-
-
 def check(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
     """bf16 weights and fp32 sums: answers within 2^-8 of the largest, log-sum-exps within fp32's own error."""
     assert torch.allclose(got[0].double(), wanted[0], rtol=0, atol=2**-8 * float(wanted[0].abs().max()))
     assert torch.allclose(got[1].double(), wanted[1], rtol=3e-6, atol=1e-5)
-
-
-def in_pool(k: Tensor, v: Tensor, block: int, past: int, seed: int) -> tuple[KvPool, tuple[tuple[int, int], ...]]:
-    """A pool with the first `past` tokens in shuffled blocks, NaN elsewhere; the runs of all tokens."""
-    heads, keys, dim = k.shape
-    count = -(-keys // block)
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
-    pool = KvPool(1, heads, count * block, dim, torch.bfloat16)
-    pool.data.fill_(float("nan"))
-    for index, place in enumerate(order):
-        low, high = index * block, min(past, (index + 1) * block)
-        for plane, data in enumerate((k, v)):
-            if low < high:
-                pool.data[0, plane, :, place * block : place * block + high - low] = data[:, low:high]
-    return pool, tuple((place * block, block) for place in order)
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -76,15 +47,8 @@ def in_pool(k: Tensor, v: Tensor, block: int, past: int, seed: int) -> tuple[KvP
 def test_a_chunk_over_any_runs_is_exact_causal_attention(
     rows: int, past: int, heads: tuple[int, int], dim: int, block: int, seed: int
 ) -> None:
-    q, k, v = inputs(seed, rows, past + rows, heads, dim)
-    pool, runs = in_pool(k, v, block, past, seed)
-    batch = [x.transpose(0, 1) for x in (q, k[:, past:], v[:, past:])]
-    outs = []
-    for compiled in (True, False):
-        backend = CpuBackend(compiled)
-        plan = backend.plan([BatchSegment(0, rows, past, runs)], pool)
-        assert (plan.rest._chunks is not None) == compiled
-        outs.append(backend.run(0, *batch, plan).transpose(0, 1).double())  # type: ignore[call-arg]
+    q, k, v = inputs(seed, rows, past + rows, heads, dim, torch.bfloat16)
+    outs = [chunk_over(q, k, v, block, seed, compiled).double() for compiled in (True, False)]
     wanted, _ = exact(q, k, v, True)
     errors = [float((out - wanted).abs().max()) for out in outs]
     assert errors[0] <= 2**-7 * float(wanted.abs().max())
@@ -103,7 +67,7 @@ def test_a_chunk_over_any_runs_is_exact_causal_attention(
 def test_a_shard_gives_fp32_answers_and_their_weight(
     rows: int, keys: int, heads: tuple[int, int], dim: int, token_major: bool, seed: int
 ) -> None:
-    q, k, v = inputs(seed, rows, keys, heads, dim)
+    q, k, v = inputs(seed, rows, keys, heads, dim, torch.bfloat16)
     if token_major:
         q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v))
     out, lse = attend(q, k, v, False, dtype=torch.float32)
@@ -115,7 +79,7 @@ def test_a_shard_gives_fp32_answers_and_their_weight(
 
 @pytest.mark.parametrize("rows", [1, 16, 48, 49, 191, 192, 193])
 def test_square_causal_calls_at_tile_edges(rows: int) -> None:
-    q, k, v = inputs(rows, rows, rows, (4, 2), 64)
+    q, k, v = inputs(rows, rows, rows, (4, 2), 64, torch.bfloat16)
     check(attend(q, k, v, True, dtype=torch.float32), exact(q, k, v, True))
 
 
@@ -125,26 +89,20 @@ def test_square_causal_calls_at_tile_edges(rows: int) -> None:
     [(3, 2 * SPAN), (5, 4 * SPAN + 1), (40, 3 * SPAN - 1), (700, 2 * SPAN + 77), (2 * SPAN + 300, 2 * SPAN + 300)],
 )
 def test_spans_cut_for_threads_join_exactly(rows: int, keys: int) -> None:
-    q, k, v = inputs(rows, rows, keys, (4, 1) if rows < keys else (1, 1), 64)
+    q, k, v = inputs(rows, rows, keys, (4, 1) if rows < keys else (1, 1), 64, torch.bfloat16)
     for causal in (False, True) if rows == keys else (False,):
         check(attend(q, k, v, causal, dtype=torch.float32), exact(q, k, v, causal))
-    pool, runs = in_pool(k, v, 300, keys - rows, 0)
-    backend = CpuBackend()
-    batch = [x.transpose(0, 1) for x in (q, k[:, keys - rows :], v[:, keys - rows :])]
-    out = backend.run(0, *batch, backend.plan([BatchSegment(0, rows, keys - rows, runs)], pool))  # type: ignore[call-arg]
+    out = chunk_over(q, k, v, 300)
     wanted, _ = exact(q, k, v, True)
-    assert (out.transpose(0, 1).double() - wanted).abs().max() <= 2**-7 * wanted.abs().max()
+    assert (out.double() - wanted).abs().max() <= 2**-7 * wanted.abs().max()
 
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("rows", [1, 17, pytest.param(512, marks=pytest.mark.long)])
 def test_pasts_of_64k_are_as_exact(rows: int) -> None:
     past = 65_600
-    q, k, v = inputs(rows, rows, past + rows, (2, 1), 64)
-    pool, runs = in_pool(k, v, 2048, past, 0)
-    backend = CpuBackend()
-    batch = [x.transpose(0, 1) for x in (q, k[:, past:], v[:, past:])]
-    out = backend.run(0, *batch, backend.plan([BatchSegment(0, rows, past, runs)], pool)).transpose(0, 1)  # type: ignore[call-arg]
+    q, k, v = inputs(rows, rows, past + rows, (2, 1), 64, torch.bfloat16)
+    out = chunk_over(q, k, v, 2048)
     shard, lse = attend(q, k, v, False, dtype=torch.float32)
     for head in range(2):
         one = slice(head, head + 1)
@@ -156,14 +114,14 @@ def test_pasts_of_64k_are_as_exact(rows: int) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("strength", [1.0, 30.0, 3000.0])
 def test_scores_that_keep_outgrowing_the_maximum(order: str, strength: float) -> None:
-    q, k, v = inputs(11, 21, 500, (4, 2), 64)
+    q, k, v = inputs(11, 21, 500, (4, 2), 64, torch.bfloat16)
     k[:, :, 0] = outgrowing(order, strength, 500).bfloat16()
     q[:, :, 0] = q[:, :, 0].abs()
     check(attend(q, k, v, False, dtype=torch.float32), exact(q, k, v, False))
 
 
 def test_huge_logits_are_finite_and_pick_the_largest() -> None:
-    q, k, v = inputs(13, 30, 300, (2, 1), 64)
+    q, k, v = inputs(13, 30, 300, (2, 1), 64, torch.bfloat16)
     for sign in (1, -1):
         out, lse = attend(q * 1000, sign * k.abs() * 1000 if sign < 0 else k * 1000, v, False, dtype=torch.float32)
         assert out.isfinite().all()
@@ -172,14 +130,14 @@ def test_huge_logits_are_finite_and_pick_the_largest() -> None:
 
 
 def test_equal_scores_give_the_mean_and_the_count() -> None:
-    q, k, v = inputs(17, 20, 777, (2, 1), 96)
+    q, k, v = inputs(17, 20, 777, (2, 1), 96, torch.bfloat16)
     out, lse = attend(torch.zeros_like(q), k, v, False, dtype=torch.float32)
     assert torch.allclose(out, v.float().mean(1).expand(2, 20, 96), atol=1e-6)
     assert torch.allclose(lse, torch.full_like(lse, math.log(777)), atol=1e-6)
 
 
 def test_a_scale_and_the_type_of_the_answer_are_the_callers() -> None:
-    q, k, v = inputs(23, 9, 40, (2, 2), 64)
+    q, k, v = inputs(23, 9, 40, (2, 2), 64, torch.bfloat16)
     wide, lse = attend(q, k, v, False, 0.25, dtype=torch.float32)
     scores = q.double() @ k.double().transpose(1, 2) * 0.25
     check((wide, lse), (torch.softmax(scores, -1) @ v.double(), torch.logsumexp(scores, -1)))
@@ -189,7 +147,7 @@ def test_a_scale_and_the_type_of_the_answer_are_the_callers() -> None:
 
 def test_chunks_that_share_a_prefix_in_one_iteration() -> None:
     past, rows = 333, (40, 2, 1, 65)
-    q, k, v = inputs(29, sum(rows), past + sum(rows), (8, 2), 64)
+    q, k, v = inputs(29, sum(rows), past + sum(rows), (8, 2), 64, torch.bfloat16)
     pool = KvPool(1, 2, 1000, 64, torch.bfloat16)
     pool.data.fill_(float("nan"))
     for plane, data in enumerate((k, v)):
