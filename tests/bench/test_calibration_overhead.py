@@ -34,8 +34,8 @@ def a_run() -> ReplayedRun:
     The live scheduler expected 20 ms of each."""
     run = ReplayedRun(SchedulerConfig(), TABLE, TABLE, 4096, 16)
     for number in range(200):
-        run.batches.append(BatchTimes(0.02, 0.01, 0.03 if number % 100 == 99 else 0.01, 0.001, TERMS))
-    run.batches += [BatchTimes(0.02, 0.01, 0.014, 0.0, TERMS, woken_s=0.016)] * 8
+        run.batches.append(BatchTimes(0.02, 0.01, 0.03 if number % 100 == 99 else 0.01, 0.001, None, TERMS))
+    run.batches += [BatchTimes(0.02, 0.01, 0.014, 0.0, 0.016, TERMS)] * 8
     # In the engine every first token takes 12 ms.
     run.records += [record(f"{kind}{i}", 0.0, 0.012) for kind in ("busy", "alone") for i in range(6)]
     return run

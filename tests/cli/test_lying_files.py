@@ -232,7 +232,7 @@ def test_logs_of_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     log = tmp_path / "log"
     recorded("tetris", log)
     rows = [json.loads(line) for line in log.read_bytes().splitlines()]
-    name = next(row["event"][1]["request"]["id"] for row in rows if row.get("event", "  ")[0] == "RequestArrived")
+    name = next(row["of"][1]["request"]["id"] for row in rows if row.get("of", "  ")[0] == "RequestArrived")
     commands = (["trace", str(log), "--out", str(tmp_path / "out")], ["why", name, "--log", str(log)])
 
     def again() -> bool:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.cluster_worlds import PerToken, cluster
+from tests.helpers.cluster_worlds import PerToken, cluster, lines_into
 from tests.helpers.controller_chaos import LAYERS, Chaos, Restless
 
 from headway.control.log import RecordingController, replay
@@ -44,7 +44,7 @@ OPTIONS: dict[str, dict[str, object]] = {
 }
 TRAFFIC = [TraceRequest(0.11 * i, 16_000 if i % 9 == 3 else 150 + 37 * (i % 7), 3 + i % 5) for i in range(60)]
 
-SCHEMA = "headway.cluster.log/5"
+SCHEMA = "headway.cluster.log/6"
 
 
 def made(name: str) -> PlacementPolicy:
@@ -56,7 +56,7 @@ def recorded(name: str, policy: PlacementPolicy) -> list[bytes]:
     lines: list[bytes] = []
     decode = 0 if name == "jsq" else 2
     run = RunSpec(noise=NoiseSpec(kind="lognormal", amount=0.3), seed=5, patience_s=20.0)
-    simulate_cluster(cluster(4, decode), policy, TRAFFIC, run, record=lines.append)
+    simulate_cluster(cluster(4, decode), policy, TRAFFIC, run, record=lines_into(lines))
     return lines
 
 
@@ -103,7 +103,7 @@ def test_rates_that_were_replaced_while_serving_are_replaced_in_the_replay() -> 
                 self.controller.woken(self.now, InstanceJoined(0))
             super().on_instant_end()
 
-    Replaced(cluster(4, 2), chain, TRAFFIC, RunSpec(seed=5), record=lines.append).run_events()
+    Replaced(cluster(4, 2), chain, TRAFFIC, RunSpec(seed=5), record=lines_into(lines)).run_events()
     assert replaced == [True]
     for others in ([], [b"RatesReplaced"]):
         kept = [line for line in lines if not any(other in line for other in others)]
@@ -128,7 +128,7 @@ def test_other_predictions_in_the_log_change_decisions() -> None:
     lines = recorded("tetris", made("tetris"))
     later = [msgspec.json.decode(line) for line in lines]
     for line in later:
-        if "instance" in line:
+        if line["event"] == "instance":
             line["instance"]["free_at_s"] = 3.0 * line["instance"].get("free_at_s", 0.0)
     _, difference = replay([msgspec.json.encode(line) for line in later], lambda about: made("tetris"))
     assert difference is not None
@@ -137,7 +137,7 @@ def test_other_predictions_in_the_log_change_decisions() -> None:
 def test_truncated_log_replays_up_to_its_end() -> None:
     lines = fifo_log()
     assert replay([*lines[:-1], lines[-1][:5]], lambda about: made("fifo"))[1] is None
-    for others in (lines[1:], [b"torn", *lines[1:]], [lines[0].replace(b"log/5", b"log/4"), *lines[1:]], []):
+    for others in (lines[1:], [b"torn", *lines[1:]], [lines[0].replace(b"log/6", b"log/5"), *lines[1:]], []):
         with pytest.raises(ConfigError, match="its first line should name the schema headway"):
             replay(others, lambda about: made("fifo"))
 
@@ -154,12 +154,20 @@ def test_log_damaged_before_its_end_is_refused_with_the_line(garbage: bytes) -> 
 @pytest.mark.parametrize(
     ("number", "line", "why"),
     [
-        (1, {"schema": SCHEMA, "links": {}}, "line 1 of the log cannot be replayed: no 'about'"),
-        (1, {"schema": SCHEMA, "about": 1, "links": 1}, "line 1 of the log cannot be replayed: Expected"),
+        (1, {"event": "start", "schema": SCHEMA, "links": {}}, "line 1 of the log cannot be replayed: no 'about'"),
+        (
+            1,
+            {"event": "start", "schema": SCHEMA, "about": 1, "links": 1},
+            "line 1 of the log cannot be replayed: Expected",
+        ),
         (3, {"x": 1}, "line 3 of the log is not of a cluster's log"),
-        (41, {"instance": 1}, "line 41 of the log cannot be replayed: "),
-        (41, {"event": ["RequestArrived", {}], "t": 0.0}, "line 41 of the log cannot be replayed: "),
-        (41, {"instance": {"id": 99, "node": 0}}, "line 41 of the log cannot be replayed: "),
+        (41, {"event": "instance", "instance": 1}, "line 41 of the log cannot be replayed: "),
+        (
+            41,
+            {"event": "decided", "of": ["RequestArrived", {}], "at_s": 0.0},
+            "line 41 of the log cannot be replayed: ",
+        ),
+        (41, {"event": "instance", "instance": {"id": 99, "node": 0}}, "line 41 of the log cannot be replayed: "),
     ],
 )
 def test_a_line_that_is_incomplete_or_of_another_kind_is_refused_with_its_number(
@@ -183,7 +191,7 @@ def test_losses_closings_and_joins_replay_exactly(seed: int) -> None:
         policy,
         layers=LAYERS,
         receive_backends=2,
-        sink=lines.append,
+        sink=lines_into(lines),
         about={"seed": seed},
     )
     for _ in range(150):

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 from tests.helpers.unit_latency import small_machine
 
+from headway.core.logs import EventSink
 from headway.perf.hardware import LINKS, NetworkLink, model
 from headway.perf.latency import eq1
 from headway.perf.latency.groups import GroupShape
@@ -22,6 +24,11 @@ TETRIS_CONTEXT = PolicyContext(latency=eq1.tetris_table1(), shape=model("llama-3
 TETRIS_LINKS = ClusterLinks(inside=LINKS["nvlink3"], across=LINKS["ib-200"])
 """What a policy is told of the A100s of Tetris's Table 1."""
 LINK = NetworkLink(name="test", bytes_per_s=1e9, latency_s=0.0, source="test", efficiency=1.0)
+
+
+def lines_into(lines: list[bytes]) -> EventSink:
+    """Return a sink that appends each event's line to `lines`, as a log file has it."""
+    return lambda kind, fields: lines.append(msgspec.json.encode({"event": kind, **fields}) + b"\n")
 
 
 class PerToken:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.helpers.cluster_worlds import TETRIS_CONTEXT, TETRIS_LINKS
+from tests.helpers.cluster_worlds import TETRIS_CONTEXT, TETRIS_LINKS, lines_into
 from tests.helpers.present import present
 
 from headway.control.backend import ActionImpossible
@@ -210,7 +210,7 @@ def run(placement: str, prompt: int, links: float = 1.0, **options: Any) -> tupl
     if links != 1.0:
         spec = replace(spec, links=slow(links))
     lines: list[bytes] = []
-    result = simulate_cluster(spec, placement_of(scenario, spec), requests, record=lines.append)
+    result = simulate_cluster(spec, placement_of(scenario, spec), requests, record=lines_into(lines))
     assert all(record.ok for record in result.sim.records)
     return result.sim, lines, (scenario, spec)
 

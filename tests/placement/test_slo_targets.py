@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 from tests.controller.test_cluster_replay import OPTIONS, TRAFFIC, made
-from tests.helpers.cluster_worlds import cluster
+from tests.helpers.cluster_worlds import cluster, lines_into
 
 from headway.core.request import Phase, Request, Slo
 from headway.sim.cluster.simulation import simulate_cluster
@@ -37,11 +37,11 @@ def decided(
     run = RunSpec(targets={klass: SloTargets(ttft_s=ttft_s) for klass in classes}, send_slo=True)
     seen: set[Slo] = set()
     spec = cluster(4, 0 if name == "jsq" else 2)
-    result = simulate_cluster(spec, made(name), traffic, run, record=lines.append)
+    result = simulate_cluster(spec, made(name), traffic, run, record=lines_into(lines))
     assert all(record.ok for record in result.sim.records)
     for line in map(msgspec.json.decode, lines):
-        if line.get("event", [""])[0] == "RequestArrived":
-            seen.add(msgspec.convert(line["event"][1]["request"]["slo"], Slo))
+        if line.get("of", [""])[0] == "RequestArrived":
+            seen.add(msgspec.convert(line["of"][1]["request"]["slo"], Slo))
     return [line["actions"] for line in map(msgspec.json.decode, lines) if "actions" in line], seen
 
 

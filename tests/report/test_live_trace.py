@@ -55,7 +55,7 @@ def test_the_command_and_a_log_without_stages(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ({"schema": "headway.cluster.log/4"}, "its first line should name the schema headway.cluster.log/5"),
+        ({"schema": "headway.cluster.log/5"}, "its first line should name the schema headway.cluster.log/6"),
         ({"event": "start"}, "has no request and no batch"),
     ],
 )
@@ -63,7 +63,9 @@ def test_a_log_without_drawable_events_does_not_overwrite_a_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], line: dict[str, Any], words: str
 ) -> None:
     path, out = tmp_path / "events.jsonl", tmp_path / "trace.json"
-    path.write_bytes(msgspec.json.encode(line) + b"\n" + msgspec.json.encode({"wake": None, "t": 0.0}) + b"\n")
+    path.write_bytes(
+        msgspec.json.encode(line) + b"\n" + msgspec.json.encode({"event": "wake", "wake_s": None, "at_s": 0.0}) + b"\n"
+    )
     out.write_text("of before")
     assert main(["trace", str(path), "--out", str(out)]) == 2
     assert re.search(words, capsys.readouterr().err)

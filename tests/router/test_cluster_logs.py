@@ -12,9 +12,11 @@ from headway.cli.main import main
 from headway.control.log import read_log
 from headway.core import logs
 from headway.core.errors import ConfigError
-from headway.core.logs import LineWriter
-from headway.runtime.assembly.cluster import joining_config, sink
+from headway.core.logs import LogSink
+from headway.runtime.assembly.cluster import joining_config
 from headway.runtime.engine.config import EngineConfig
+
+HEADER = json.dumps({"event": "start", "schema": "headway.cluster.log/6", "links": {}, "about": {}})
 
 
 def test_a_joining_instance_writes_its_own_event_log() -> None:
@@ -29,29 +31,26 @@ def test_a_decision_log_goes_on_when_its_disk_is_well_again(
 ) -> None:
     disk = SimulatedDisk(0)
     monkeypatch.setattr(logs, "os", disk)
-    log = LineWriter(str(tmp_path / "log"))
-    write = sink(log)
+    write = LogSink(str(tmp_path / "log"))
     disk.full = True
-    write(b"a\n")
-    write(b"b\n")
+    write("wake", {"wake_s": 1.0})
+    write("arrived", {})
     assert "No space left" in caplog.text
     disk.full = False
-    write(b"c\n")
-    assert (tmp_path / "log").read_bytes() == b"a\nb\nc\n"
+    write("decided", {})
+    kinds = [json.loads(line)["event"] for line in (tmp_path / "log").read_bytes().splitlines()]
+    assert kinds == ["wake", "arrived", "decided"]
 
 
 def test_a_log_with_a_gap_is_not_decided_again() -> None:
-    header = json.dumps({"schema": "headway.cluster.log/5", "links": {}, "about": {}})
     with pytest.raises(ConfigError, match="line 2 of the log says that the disk did not take 7 lines"):
-        read_log([header, '{"event":"missing","lines":7}'])
+        read_log([HEADER, '{"event":"missing","lines":7}'])
 
 
 def test_a_file_that_is_not_a_log_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, log = tmp_path / "cluster.yaml", tmp_path / "log"
     file.write_text("pools: [{count: 1}]\n")
-    log.write_text(
-        json.dumps({"schema": "headway.cluster.log/5", "links": {}, "about": {}}) + "\n" + json.dumps({"x": 1}) + "\n"
-    )
+    log.write_text(HEADER + '\n{"x": 1}\n')
     assert main(["cluster", str(file), "--replay", str(log)]) == 2
     said = capsys.readouterr().err
     assert said == f"headway: error: replay: {log}: line 2 of the log is not of a cluster's log\n"

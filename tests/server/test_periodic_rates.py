@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.cluster_worlds import cluster
+from tests.helpers.cluster_worlds import cluster, lines_into
 from tests.helpers.fake_cluster import FakeCluster
 
 from headway.cli.main import main
@@ -36,7 +36,7 @@ def log_lines(prompts: list[int]) -> list[bytes]:
     """A cluster's log as it is sent requests with these prompts."""
     lines, ring = list[bytes](), cluster(2)
     requests = [TraceRequest(float(second), prompt, 1) for second, prompt in enumerate(prompts)]
-    simulate_cluster(ring, make_placement("fifo", ring.policy_context, {}), requests, record=lines.append)
+    simulate_cluster(ring, make_placement("fifo", ring.policy_context, {}), requests, record=lines_into(lines))
     return lines
 
 

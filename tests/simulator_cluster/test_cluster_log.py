@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.controller.test_cluster_replay import OPTIONS, TRAFFIC, made
-from tests.helpers.cluster_worlds import cluster
+from tests.helpers.cluster_worlds import cluster, lines_into
 
 from headway.cli.main import main
 from headway.core.errors import ConfigError
@@ -29,7 +29,7 @@ def recorded(name: str, file: Path) -> ClusterResult:
     """A simulated run, and its log in a file."""
     lines: list[bytes] = []
     run = RunSpec(noise=NoiseSpec(kind="lognormal", amount=0.3), seed=5)
-    result = simulate_cluster(cluster(4, 2), made(name), TRAFFIC, run, keep_bars=True, record=lines.append)
+    result = simulate_cluster(cluster(4, 2), made(name), TRAFFIC, run, keep_bars=True, record=lines_into(lines))
     file.write_bytes(b"".join(lines))
     return result
 
@@ -50,7 +50,7 @@ def test_equation_1_is_fitted_to_what_the_groups_of_a_cluster_took(tmp_path: Pat
     """`PerToken` takes a millisecond a token, divided by the group; spans that were paused are left out."""
     log, fit, lines = tmp_path / "log", tmp_path / "fit.json", list[bytes]()
     traffic = [TraceRequest(0.5 * i, 900 + 2000 * (i % 7) if i % 2 else 200, 4) for i in range(60)]
-    simulate_cluster(cluster(4, 2), made("ladder"), traffic, RunSpec(), record=lines.append)
+    simulate_cluster(cluster(4, 2), made("ladder"), traffic, RunSpec(), record=lines_into(lines))
     log.write_bytes(b"".join(lines))
     run = read_cluster(log)
     samples = prefill_samples(run)

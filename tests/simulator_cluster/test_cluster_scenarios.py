@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.cluster_worlds import cluster
+from tests.helpers.cluster_worlds import cluster, lines_into
 
 from headway.cli.main import main
 from headway.core.errors import ConfigError
@@ -152,7 +152,7 @@ def test_eq1_fits_and_rates_from_the_command_line(tmp_path: Path, capsys: pytest
     # the lengths that a cluster has been sent: of a log, whose second attempt at a request counts once
     log, lines, ring = tmp_path / "log", list[bytes](), cluster(2)
     fifo = make_placement("fifo", ring.policy_context, {})
-    simulate_cluster(ring, fifo, [TraceRequest(0.0, 777, 1)], record=lines.append)
+    simulate_cluster(ring, fifo, [TraceRequest(0.0, 777, 1)], record=lines_into(lines))
     arrival = next(line for line in lines if b'["RequestArrived"' in line)
     log.write_bytes(b"".join([lines[0], *(arrival.replace(b"r0", name) for name in (b"a#1", b"a#2", b"b#1"))]))
     assert _trace_of(log, tmp_path).read_text().split()[1:] == ["0,777,1", "0,777,1"]

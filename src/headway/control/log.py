@@ -3,13 +3,12 @@ same.
 
 Beside that, what the instances did.
 
-JSON lines. A header, then lines of these kinds, each named by its first key:
+Events as `core.logs` writes them; after `start`, with the schema, there are these:
 
-- `instance`: one as policies read it from now on, and whether it is `there`; `arrived`: time of an arrival.
-- `event`: an event, with the policy's `actions`, the time `t` and the snapshot's version; `wake`: when the policy wants
-  to be woken, asked at `t`.
-- `span`: a span that has ended, paused or been stopped on its group; `sent`: a KV slice that has arrived. Times are
-  `began_s` and `t`.
+- `instance`: one as policies read it from now on, and whether it is `there`; `arrived`: a request has come.
+- `decided`: the event that the policy was told `of`, its `actions` and the snapshot's version; `wake`: when the policy
+  wants to be woken.
+- `span`: a span that has ended, paused or been stopped on its group; `sent`: a KV slice that has arrived.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from headway.control.backend import InstanceBackend
 from headway.control.controller import ClusterController
 from headway.control.entries import ControlledRequest, KvSlice, SpanEntry
 from headway.core.errors import ConfigError, reading
-from headway.core.logs import numbered_lines
+from headway.core.logs import EventSink, numbered_lines
 from headway.core.request import Request
 from headway.policy.placement.contract import (
     Action,
@@ -36,11 +35,8 @@ from headway.policy.placement.contract import (
     PlacementPolicy,
 )
 
-SCHEMA = "headway.cluster.log/5"
-_KINDS = ("instance", "arrived", "event", "wake", "span", "sent")
-Sink = Callable[[bytes], object]
-"""Receives one line, with its line end: a file's `write`."""
-Write = Callable[[dict[str, Any]], object]
+SCHEMA = "headway.cluster.log/6"
+_KINDS = ("instance", "arrived", "decided", "wake", "span", "sent")
 
 
 class RecordingController(ClusterController):
@@ -52,40 +48,40 @@ class RecordingController(ClusterController):
         backend: InstanceBackend,
         policy: PlacementPolicy,
         *,
-        sink: Sink,
+        sink: EventSink,
         about: object = None,
         **options: Any,
     ) -> None:
         """sink: receives the log. about: data of the driver for the log's header, such as how to make the policy again.
         options: see `ClusterController`."""
-        self._write: Write = lambda line: sink(msgspec.json.encode(line) + b"\n")
-        self._write({"schema": SCHEMA, "links": cluster.links, "about": about})
-        super().__init__(cluster, backend, RecordingPolicy(policy, self._write), **options)
+        self._write = sink
+        sink("start", {"schema": SCHEMA, "links": cluster.links, "about": about})
+        super().__init__(cluster, backend, RecordingPolicy(policy, sink), **options)
 
     def arrive(
         self, request: Request, now: float, backend_state: Any = None, cached: tuple[int, ...] = ()
     ) -> ControlledRequest:
-        self._write({"arrived": now})
+        self._write("arrived", {"at_s": now})
         return super().arrive(request, now, backend_state, cached)
 
     def span_left(self, entry: SpanEntry) -> None:
         for member in (entry, *entry.batched_with):
             span = member.span
-            line = {"span": member.owner, "group": member.group, "start": span.start, "end": span.end}
-            times = {"began_s": entry.began_s, "t": self.state.now}
-            self._write({**line, **times, "last": member.last, "share": entry.share})
+            line = {"request": member.owner, "group": member.group, "start": span.start, "end": span.end}
+            times = {"began_s": entry.began_s, "at_s": self.state.now}
+            self._write("span", {**line, **times, "last": member.last, "share": entry.share})
 
     def sent(self, kv_slice: KvSlice, now: float) -> None:
         ends = {"source": kv_slice.source, "target": kv_slice.target}
-        self._write({"sent": kv_slice.request, **ends, "began_s": kv_slice.began_s, "t": now})
+        self._write("sent", {"request": kv_slice.request, **ends, "began_s": kv_slice.began_s, "at_s": now})
         super().sent(kv_slice, now)
 
 
 class RecordingPolicy:
     """A policy that logs what it is shown and decides."""
 
-    def __init__(self, policy: PlacementPolicy, write: Write) -> None:
-        self._policy, self._write = policy, write
+    def __init__(self, policy: PlacementPolicy, sink: EventSink) -> None:
+        self._policy, self._write = policy, sink
         self._shown: list[tuple[Any, bool]] = []
 
     def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
@@ -93,15 +89,15 @@ class RecordingPolicy:
         before, self._shown = self._shown, [(each, each.id in there) for each in view.instances]
         for new, old in zip_longest(self._shown, before):
             if new != old:
-                self._write({"instance": new[0], "there": new[1]})
+                self._write("instance", {"instance": new[0], "there": new[1]})
         actions = self._policy.on_event(event, view)
-        decided = {"event": plain(event), "actions": [plain(action) for action in actions]}
-        self._write({**decided, "t": view.now_s, "version": view.version})
+        decided = {"of": plain(event), "actions": [plain(action) for action in actions]}
+        self._write("decided", {**decided, "at_s": view.now_s, "version": view.version})
         return actions
 
     def next_wakeup(self, now: float) -> float | None:
         at = self._policy.next_wakeup(now)
-        self._write({"wake": at, "t": now})
+        self._write("wake", {"wake_s": at, "at_s": now})
         return at
 
 
@@ -126,7 +122,7 @@ def read_log(lines: Iterable[bytes | str]) -> tuple[dict[str, Any], list[tuple[i
                 f"line {number} of the log says that the disk did not take {line.get('lines')} lines: what is behind "
                 "a gap cannot be decided again"
             )
-        if found and next(iter(line), None) not in _KINDS:
+        if found and line.get("event") not in _KINDS:
             raise ConfigError(f"line {number} of the log is not of a cluster's log")
         found.append((number, line))
     if not found or found[0][1].get("schema") != SCHEMA:
@@ -170,29 +166,29 @@ def replay(lines: Iterable[bytes | str], make: Callable[[Any], PlacementPolicy])
             recorded, replayed = _show(policy, state, line)
             # as the log has it: tuples become lists, and numbers take JSON's form
             if recorded != (replayed := msgspec.json.decode(msgspec.json.encode(replayed))):
-                return decisions, ReplayDifference(line["t"], recorded, replayed)
-            decisions += "event" in line or "wake" in line
+                return decisions, ReplayDifference(line["at_s"], recorded, replayed)
+            decisions += line["event"] in ("decided", "wake")
     return decisions, None
 
 
 def _show(policy: PlacementPolicy, state: ClusterState, line: dict[str, Any]) -> tuple[object, object]:
     """Change the state, or let the policy decide; return the recorded and the new decision (None: there is none)."""
-    kind, value = next(iter(line.items()))
+    kind = line["event"]
     if kind == "instance":
-        instance = msgspec.convert(value, ClusterInstance)
+        instance = msgspec.convert(line["instance"], ClusterInstance)
         if instance.id < len(state.instances):
             state.remove(instance.id)
         state.add(instance)
         if not line["there"]:
             state.remove(instance.id)
     elif kind == "arrived":
-        state.arrived(value)
-    elif kind == "event":
+        state.arrived(line["at_s"])
+    elif kind == "decided":
         # actions name it
         state.version = line["version"]
-        event = msgspec.convert(value[1], _EVENTS[value[0]])
-        actions = policy.on_event(event, ClusterSnapshot(state, line["t"]))
-        return [value, line["actions"]], [value, [plain(action) for action in actions]]
+        name, fields = told = line["of"]
+        actions = policy.on_event(msgspec.convert(fields, _EVENTS[name]), ClusterSnapshot(state, line["at_s"]))
+        return [told, line["actions"]], [told, [plain(action) for action in actions]]
     elif kind == "wake":
-        return value, policy.next_wakeup(line["t"])
+        return line["wake_s"], policy.next_wakeup(line["at_s"])
     return None, None

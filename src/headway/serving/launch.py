@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from headway.core.errors import ConfigError
 from headway.core.files import ScratchFolder
-from headway.core.logs import setup
+from headway.core.logs import LogSink, setup
 from headway.runtime.engine.config import HOST_TIMEOUT_S, EngineConfig
 from headway.runtime.engine.protocol import EngineClient
 from headway.serving.serve_settings import ServeSettings
@@ -59,7 +59,8 @@ def serve_cluster(file: ClusterFile, where: str, model: str, settings: ServeSett
         from headway.runtime.cluster.client import ClusterClient
         from headway.serving.serve_settings import instance_configs, shared_cores
 
-        log = cluster.open_log(settings.event_log)
+        # of the controller's decisions; instances write their own logs to FILE.0, FILE.1 and so on
+        log = None if settings.event_log is None else LogSink(settings.event_log)
         # Host of each instance by number: filled by the factory.
         host_of: dict[int, int] = {}
         instances: list[LiveInstance] = []

@@ -56,10 +56,10 @@ class BatchTimes:
     """As measured."""
     waited_s: float
     """Time since the end of the batch before it, if requests were waiting then: the engine's own time. Otherwise 0."""
-    terms: LoadTerms | None = None
-    """By the profile; None where several KV groups or a host's own rules made the batch."""
     woken_s: float | None = None
     """From the arrival at an engine that had nothing to do to the end of this, its first iteration then."""
+    terms: LoadTerms | None = None
+    """By the profile; None where several KV groups or a host's own rules made the batch."""
 
 
 ChunkLimit = Literal["rest of the prompt", "token limit", "time", "smallest chunk", "host or KV shard"]
@@ -148,12 +148,19 @@ class RequestTimes:
         self._run = run
         # By request id: the request, times of its chunks, times of its tokens.
         self._open: dict[str, tuple[Request, list[float], list[float]]] = {}
+        # End of the latest iteration, None while no request is open; and the arrival that ended such a time, until its
+        # first iteration ends.
+        self._done_s: float | None = None
+        self._woken_at_s: float | None = None
 
     def __contains__(self, name: str) -> bool:
         return name in self._open
 
-    def arrived(self, request: Request) -> None:
+    def arrived(self, request: Request, at_s: float) -> None:
         """Note a new request."""
+        # time before a request came is no host time
+        if not self._open:
+            self._done_s, self._woken_at_s = None, at_s
         self._run.requests[request.id] = request
         self._open[request.id] = (request, [], [])
 
@@ -167,10 +174,19 @@ class RequestTimes:
         if name in self._open:
             self._open[name][2].append(at_s)
 
-    def refused(self, request: Request, predicted_s: float) -> None:
+    def iteration(self, begun_s: float, ended_s: float) -> tuple[float, float | None]:
+        """Note an iteration; return its `BatchTimes.waited_s` and `BatchTimes.woken_s`. Called before its requests end.
+
+        begun_s: when the engine itself had no more to do for it."""
+        waited_s = max(0.0, begun_s - self._done_s) if self._done_s is not None else 0.0
+        woken_s = ended_s - self._woken_at_s if self._woken_at_s is not None else None
+        self._done_s, self._woken_at_s = ended_s, None
+        return waited_s, woken_s
+
+    def refused(self, request: Request, predicted_s: float, at_s: float) -> None:
         """Make the record of a request that was refused on arrival for its predicted time to first token."""
         asked_s = request.slo.ttft_s
-        self.arrived(request)
+        self.arrived(request, at_s)
         why = f"its first token would have come after {predicted_s:.3g} s, later than the {asked_s:g} s asked for"
         self.ended(request.id, None, f"refused: {why}", rejected=True)
 
@@ -308,11 +324,6 @@ class HostedReplay:
         self._driver = self._make_driver()
         self._requests: dict[str, _HostRequest] = {}
         self._decisions: dict[int, _RecordedStep] = {}
-        # Requests that have not ended; the end of the latest step, None while there are none; and the arrival that
-        # ended such a time, until its first step ends.
-        self._open: set[str] = set()
-        self._done_s: float | None = None
-        self._woken_at_s: float | None = None
 
     def _make_driver(self) -> PolicyDriver:
         run = self.replayed
@@ -336,13 +347,10 @@ class HostedReplay:
     def on_add(self, event: Event) -> None:
         self._answers(event)
         facts = request_of(event)
-        if not self._open:
-            self._done_s, self._woken_at_s = None, event["at_s"]
-        self._open.add(facts.id)
         running = event.get("running", False)
         request = self._requests[facts.id] = _HostRequest(facts)
         if facts.id not in self.times:  # else the policy was made anew
-            self.times.arrived(facts)
+            self.times.arrived(facts, event["at_s"])
         self._driver.enter(facts, request, running)
 
     def on_preempt(self, event: Event) -> None:
@@ -356,7 +364,6 @@ class HostedReplay:
         name = event["request"]
         self._driver.ended(name)
         self._requests.pop(name, None)
-        self._open.discard(name)
         self.times.ended(name, None, "aborted" if event.get("aborted") else None)
 
     def on_schedule(self, event: Event) -> None:
@@ -399,17 +406,14 @@ class HostedReplay:
         if decision is None:
             return
         at_s, elapsed_s = event["at_s"], event["elapsed_s"]
+        waited = self.times.iteration(at_s - elapsed_s, at_s)
         ended = set(event["ended"])
         for name in sorted(decision.yielding):
             self.times.token(name, at_s)
             if name in ended:
                 self.times.ended(name, at_s, None)
-        self._open -= ended
-        waited_s = max(0.0, at_s - elapsed_s - self._done_s) if self._done_s is not None else 0.0
-        woken_s = at_s - self._woken_at_s if self._woken_at_s is not None else None
-        self._done_s, self._woken_at_s = at_s, None
         terms = load_terms(self.replayed.table, decision.load, decision.load.chunk_scale or 1.0)
-        self.replayed.batches.append(BatchTimes(event["predicted_s"], sum(terms), elapsed_s, waited_s, terms, woken_s))
+        self.replayed.batches.append(BatchTimes(event["predicted_s"], sum(terms), elapsed_s, *waited, terms))
         if decision.aim_s is not None:
             self.replayed.steps.append(
                 ReplayedStep(
@@ -491,19 +495,12 @@ class _ReplayState:
         self.times = RequestTimes(replayed)
         # by batch id: the batch, when it was scheduled, the shortest aim, and why others had to wait
         self.batches: dict[int, tuple[Batch, float, float, dict[str, str]]] = {}
-        # end of the latest batch; None while the engine is idle
-        self.done_s: float | None = None
-        # arrival at an idle engine, until its first batch ends
-        self.woken_at_s: float | None = None
 
     @property
     def policies(self) -> list[IterationPolicy]:
         return group_policies(self.scheduler)
 
     def on_add(self, event: Mapping[str, Any]) -> None:
-        # time before this request came is no host time
-        if self.scheduler.idle:
-            self.done_s, self.woken_at_s = None, event["at_s"]
         request = request_of(event)
         if self.cache is not None and "keys" in event:
             keys = self.keys[request.id] = list(event["keys"])
@@ -513,7 +510,7 @@ class _ReplayState:
                     f"{request.id} found {request.cached_tokens} tokens cached, and here {cached}"
                 )
         self.scheduler.add(Span.whole(request), event["at_s"])
-        self.times.arrived(request)
+        self.times.arrived(request, event["at_s"])
 
     def on_refuse(self, event: Mapping[str, Any]) -> None:
         request = request_of(event)
@@ -522,7 +519,7 @@ class _ReplayState:
             self.replayed.differences.append(
                 f"{request.id} was predicted to wait {event['predicted_s']} s, and here {predicted_s} s"
             )
-        self.times.refused(request, event["predicted_s"])
+        self.times.refused(request, event["predicted_s"], event["at_s"])
 
     def on_abort(self, event: Mapping[str, Any]) -> None:
         self._apply(self.scheduler.abort(event["request"], event["at_s"]))
@@ -552,15 +549,11 @@ class _ReplayState:
         chunks = [chunk for part in batch.parts for chunk in part.prefills]
         if self.detail:
             self.replayed.steps.append(self._step(batch, at_s, aim_s, rules, event))
-        waited_s = max(0.0, at_s - self.done_s) if self.done_s is not None else 0.0
-        woken_s = event["at_s"] - self.woken_at_s if self.woken_at_s is not None else None
+        waited = self.times.iteration(at_s, event["at_s"])
         loads = batch_loads(self.replayed.table, batch.parts, self.exchange)
         profile_s = max(load_s(self.replayed.table, load) for load in loads)
         terms = load_terms(self.replayed.table, loads[0]) if len(loads) == 1 else None
-        self.replayed.batches.append(
-            BatchTimes(event["predicted_s"], profile_s, event["elapsed_s"], waited_s, terms, woken_s)
-        )
-        self.done_s, self.woken_at_s = event["at_s"], None
+        self.replayed.batches.append(BatchTimes(event["predicted_s"], profile_s, event["elapsed_s"], *waited, terms))
         ended = set(event["ended"])
         decoded = [name for part in batch.parts for name in part.decodes.members]
         for name in (*decoded, *(chunk.request for chunk in chunks if chunk.last)):
@@ -693,13 +686,7 @@ def engine_log(path: Path) -> Iterator[Mapping[str, Any]]:
 
 def is_cluster_log(path: Path) -> bool:
     """Whether a file begins as a router's log does, of whatever version. Raises ConfigError for an unreadable file."""
-    try:
-        first = msgspec.json.decode(next(read_lines(path), b""), type=dict[str, Any])
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return False
-    return str(first.get("schema", "")).startswith(SCHEMA.rpartition("/")[0])
+    return str(next(read_log(path), {}).get("schema", "")).startswith(SCHEMA.rpartition("/")[0])
 
 
 def read_cluster(path: Path) -> ClusterLogRun:
@@ -721,21 +708,21 @@ def read_cluster(path: Path) -> ClusterLogRun:
 
 
 def _take(run: ClusterLogRun, line: Mapping[str, Any]) -> None:
-    if "instance" in line:
+    kind, at_s = line["event"], line.get("at_s", 0.0)
+    if kind == "instance":
         # others of an instance's lines change its load
         if line["instance"]["id"] == len(run.instances):
             run.instances.append(msgspec.convert(line["instance"], ClusterInstance))
-    elif "span" in line:
-        tokens, times = (line["start"], line["end"]), (line["began_s"], line["t"])
-        run.spans.append(GroupSpan(line["span"], tuple(line["group"]), *tokens, *times, line["last"]))
-    elif "sent" in line:
-        moved = KvTransfer(line["source"], line["target"], line["began_s"], line["t"])
-        run.transfers.append((line["sent"], moved))
-    elif "event" in line:
-        kind, fields = line["event"]
-        if kind == "RequestArrived":
+    elif kind == "span":
+        tokens, times = (line["start"], line["end"]), (line["began_s"], at_s)
+        run.spans.append(GroupSpan(line["request"], tuple(line["group"]), *tokens, *times, line["last"]))
+    elif kind == "sent":
+        run.transfers.append((line["request"], KvTransfer(line["source"], line["target"], line["began_s"], at_s)))
+    elif kind == "decided":
+        of, fields = line["of"]
+        if of == "RequestArrived":
             request = msgspec.convert(fields["request"], Request)
             run.requests[request.id] = ClusterRequestLife(request)
-        elif kind in ("RequestFinished", "RequestDropped"):
+        elif of in ("RequestFinished", "RequestDropped"):
             life = run.requests[fields["request"]]
-            life.end_s, life.error = line["t"], fields.get("why")
+            life.end_s, life.error = at_s, fields.get("why")

@@ -144,7 +144,7 @@ def _trace_of(file: Path, folder: Path, newest: int | None = None) -> Path:
         if newest is not None:
             raise ConfigError(f"{file} is no log of a cluster (headway cluster --event-log), as --every needs it")
         return file
-    events = [line["event"] for _, line in read_log(read_lines(file))[1] if "event" in line]
+    events = [line["of"] for _, line in read_log(read_lines(file))[1] if line["event"] == "decided"]
     arrived = [fields["request"] for kind, fields in events if kind == "RequestArrived"]
     # another attempt at a request is no new one: they are named id#1, id#2, …
     prompts = {request["id"].rpartition("#")[0] or request["id"]: request for request in arrived}

@@ -16,7 +16,7 @@ import msgspec
 from headway.control.log import replay
 from headway.core.errors import ConfigError, RequestError
 from headway.core.files import read_lines
-from headway.core.logs import LineWriter
+from headway.core.logs import EventSink
 from headway.core.machine import free_port
 from headway.perf.hardware import ModelShape, NetworkLink, ParallelLayout, from_config_file
 from headway.perf.latency import eq1
@@ -32,7 +32,7 @@ from headway.policy.placement.registry import PolicyContext, make_placement
 from headway.runtime.assembly.facts import eos_ids, longest_context, model_name
 from headway.runtime.cluster.client import ClusterClient, merged_info
 from headway.runtime.cluster.cluster_file import LARGEST_POOL, ClusterFile, first_of, nodes_of
-from headway.runtime.cluster.driver import ClusterRules, DecisionLog
+from headway.runtime.cluster.driver import ClusterRules
 from headway.runtime.cluster.http_backend import HttpInstance, HttpInstanceSettings, LearnedLatency
 from headway.runtime.cluster.instances import Launch, LiveInstance, initial_instance
 from headway.runtime.cluster.kv_events import events_config
@@ -67,21 +67,6 @@ def links(file: ClusterFile) -> ClusterLinks:
     return ClusterLinks(inside=host, across=network)
 
 
-def open_log(path: str | None) -> LineWriter | None:
-    """Open the log of the controller's decisions. Instances write their own logs to FILE.0, FILE.1 and so on."""
-    return None if path is None else LineWriter(path)
-
-
-def sink(log: LineWriter) -> Callable[[bytes], None]:
-    """Return a writer of lines. A disk that fails costs no decision; lines wait in memory until it is well again."""
-
-    def write(line: bytes) -> None:
-        log.add(line.removesuffix(b"\n"))
-        log.flush()
-
-    return write
-
-
 def check_moves(file: ClusterFile, infos: Sequence[EngineInfo]) -> None:
     """Raise ConfigError when the policy moves KV and a started instance cannot."""
     if not file.combination.moves_kv:
@@ -94,7 +79,7 @@ def check_moves(file: ClusterFile, infos: Sequence[EngineInfo]) -> None:
             )
 
 
-def live_rules(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: LineWriter | None) -> ClusterRules:
+def live_rules(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: EventSink | None) -> ClusterRules:
     """Return `rules_of` started instances, after `check_moves`; warn once of unused and of small pools."""
     check_moves(file, infos)
     for warning in (*file.combination.idle_pools(), *_shortened(file, infos)):
@@ -117,7 +102,7 @@ def _shortened(file: ClusterFile, infos: Sequence[EngineInfo]) -> list[str]:
     return [f"{said}, not of the model's {served.context_tokens:,}: an instance's KV pool holds {held}"]
 
 
-def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: LineWriter | None = None) -> ClusterRules:
+def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: EventSink | None = None) -> ClusterRules:
     """Return the policy and latencies that a cluster decides by.
 
     Spans are predicted with the latencies of the first instance that prefills. log: of decisions, if any.
@@ -140,7 +125,8 @@ def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: Li
         shape=context.shape,
         longest=partial(longest_request, file.placement, file.options, file.combination.whole_prompts),
         rows=file.span_rows,
-        log=None if log is None else DecisionLog(sink(log), about),
+        log=log,
+        about=about,
     )
 
 

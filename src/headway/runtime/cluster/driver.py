@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import NamedTuple, cast
+from typing import cast
 
 import msgspec
 
@@ -21,6 +21,7 @@ from headway.control.controller import ClusterController
 from headway.control.entries import SpanEntry
 from headway.control.log import RecordingController
 from headway.core.errors import ConfigError, RequestError, UnavailableError
+from headway.core.logs import EventSink
 from headway.perf.hardware import ModelShape
 from headway.perf.latency.groups import GroupLatency
 from headway.policy.placement.contract import ClusterInstance, ClusterLinks, ClusterState, PlacementPolicy
@@ -257,15 +258,6 @@ def _task(name: str, number: int, message: SpanTaskDone, attempt: RequestAttempt
     return IterationSample(0, 0, begun_s, begun_s, message.ended_s, 0.0, 0, (chunk,))
 
 
-class DecisionLog(NamedTuple):
-    """Destination of the lines of `control.log`."""
-
-    sink: Callable[[bytes], object]
-    """Called with each line."""
-    about: object
-    """What else a replay needs: written once, at the head of the log."""
-
-
 class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
     """Settings that depend on the instances' own reports, made once they are ready."""
 
@@ -280,8 +272,10 @@ class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the longest request that these instances hold (`contract.longest_request`); 0: not limited."""
     rows: int = 0
     """Most rows of a span that an instance computes at once (`SpanTask.rows`); 0: all."""
-    log: DecisionLog | None = None
-    """Log of all decisions."""
+    log: EventSink | None = None
+    """Receives the events of `control.log`."""
+    about: object = None
+    """What else a replay needs: written once, at the head of the log."""
 
 
 class ClusterDriver:
@@ -310,7 +304,7 @@ class ClusterDriver:
             self.backend = HttpBackend(cast(InstanceTable[HttpInstance], registry), clock)
         cluster = ClusterState([each.initial_instance for each in registry if each.seen], links)
         self.policies, log = PlacementChain(rules.policy), rules.log
-        kind = ClusterController if log is None else partial(RecordingController, sink=log.sink, about=log.about)
+        kind = ClusterController if log is None else partial(RecordingController, sink=log, about=rules.about)
         self.controller: ClusterController = kind(
             cluster, self.backend, self.policies, layers=rules.shape.layers, receive_backends=backends
         )

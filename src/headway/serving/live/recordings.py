@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headway.core.errors import ConfigError
+from headway.core.request import Slo
 from headway.perf.latency.base import PrefillCache
 from headway.policy.iteration.budget import reference_aim_s
 from headway.policy.iteration.config import DEADLINE_BASE_S, DEADLINE_FACTOR, LONG_TOKENS, SchedulerConfig
@@ -26,7 +27,6 @@ from headway.sim.explanation import (
 from headway.sim.metrics import RequestRecord
 from headway.sim.replay import (
     ClusterLogRun,
-    ClusterRequestLife,
     GroupSpan,
     KvTransfer,
     ReplayedChunk,
@@ -81,7 +81,11 @@ class EngineRecording:
         """See `RecordedRun`."""
         run = self._run
         for record in run.records:
-            yield from _life(run, record)
+            end_s = record.finish_s if record.finish_s is not None else max(record.token_s, default=record.arrival_s)
+            left = None if record.error == "unfinished" else end_s
+            slo = run.requests[record.id].slo
+            arrival = (record.id, record.arrival_s, record.prompt_tokens)
+            yield from _life(*arrival, slo, left, record.error, record.token_s)
         for step in run.steps:
             yield step.end_s, _iteration(step, run.kv_tokens * run.config.kv_parallel)
 
@@ -101,20 +105,21 @@ class EngineRecording:
         return explanation, outcomes(self._run, explanation.record.id, under) if under else []
 
 
-def _life(run: ReplayedRun, record: RequestRecord) -> Iterator[Happening]:
-    slo = run.requests[record.id].slo
-
-    def arrive(feed: LiveFeed) -> None:
-        name, arrival_s, prompt = record.id, record.arrival_s, record.prompt_tokens
-        feed.arrived(FollowedRequest(name, record.klass, arrival_s, prompt, slo.ttft_s, slo.tbt_s))
-
-    yield record.arrival_s, arrive
-    for at_s in record.token_s:
-        yield at_s, lambda feed, at_s=at_s: feed.tokens(record.id, at_s)  # type: ignore[misc]
-    if record.error == "unfinished":
-        return
-    end_s = record.finish_s if record.finish_s is not None else max(record.token_s, default=record.arrival_s)
-    yield end_s, lambda feed: feed.finished(record.id, end_s, record.error)
+def _life(
+    name: str,
+    arrival_s: float,
+    prompt: int,
+    slo: Slo,
+    end_s: float | None,
+    error: str | None,
+    token_s: Iterable[float] = (),
+) -> Iterator[Happening]:
+    kind = "long" if prompt > LONG_TOKENS else "short"
+    yield arrival_s, lambda feed: feed.arrived(FollowedRequest(name, kind, arrival_s, prompt, slo.ttft_s, slo.tbt_s))
+    for at_s in token_s:
+        yield at_s, lambda feed, at_s=at_s: feed.tokens(name, at_s)  # type: ignore[misc]
+    if end_s is not None:
+        yield end_s, lambda feed: feed.finished(name, end_s, error)
 
 
 def _iteration(step: ReplayedStep, kv_tokens: int) -> Callable[[LiveFeed], None]:
@@ -161,7 +166,8 @@ class ClusterRecording:
     def happenings(self) -> Iterator[Happening]:
         """See `RecordedRun`."""
         for life in self._run.requests.values():
-            yield from self._life(life)
+            one = life.request
+            yield from _life(one.id, one.arrival_s, one.prompt_tokens, one.slo, life.end_s, life.error)
         yield from self._spans()
         for name, moved in self._run.transfers:
             yield moved.end_s, lambda feed, name=name, moved=moved: _transfer(feed, name, moved)  # type: ignore[misc]
@@ -186,20 +192,6 @@ class ClusterRecording:
             if until_s is None or at_s <= until_s:
                 happen(feed)
         return feed.explain(name), []
-
-    def _life(self, life: ClusterRequestLife) -> Iterator[Happening]:
-        request = life.request
-        kind = "long" if request.prompt_tokens > LONG_TOKENS else "short"
-        slo = request.slo
-
-        def arrive(feed: LiveFeed) -> None:
-            name, prompt = request.id, request.prompt_tokens
-            feed.arrived(FollowedRequest(name, kind, request.arrival_s, prompt, slo.ttft_s, slo.tbt_s))
-
-        yield request.arrival_s, arrive
-        if life.end_s is not None:
-            end_s = life.end_s
-            yield end_s, lambda feed: feed.finished(request.id, end_s, life.error)
 
     def _spans(self) -> Iterator[Happening]:
         """Yield the spans; the parts of one that was paused share its tokens by their time."""

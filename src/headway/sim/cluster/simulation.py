@@ -14,7 +14,8 @@ from typing import Any
 
 from headway.control.controller import ClusterController
 from headway.control.entries import KvSlice, SpanEntry
-from headway.control.log import RecordingController, Sink
+from headway.control.log import RecordingController
+from headway.core.logs import EventSink
 from headway.perf.latency.groups import PausePoints
 from headway.policy.placement.contract import ClusterState, PlacementPolicy, too_long
 from headway.sim.cluster.backend import SimulatedBackend, SimulatedSpan, count_work
@@ -35,11 +36,11 @@ def simulate_cluster(
     *,
     keep_bars: bool = False,
     stopwatch: Callable[[], float] | None = None,
-    record: Sink | None = None,
+    record: EventSink | None = None,
 ) -> ClusterResult:
     """Run a workload to its end, or to the end of the window. Deterministic.
 
-    stopwatch: read around every call of the policy. record: receives a log of all events (`control.log`).
+    stopwatch: read around every call of the policy. record: receives the events of `control.log`.
     """
     simulation = ClusterSimulation(spec, placement, workload, run, keep_bars, stopwatch, record)
     simulation.run_events()
@@ -57,7 +58,7 @@ class ClusterSimulation(EventLoop):
         run: RunSpec,
         keep_bars: bool = False,
         stopwatch: Callable[[], float] | None = None,
-        record: Sink | None = None,
+        record: EventSink | None = None,
     ) -> None:
         super().__init__(workload, run)
         self.spec = spec
