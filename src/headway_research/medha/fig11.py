@@ -79,7 +79,7 @@ def fig11(options: RunOptions) -> ExperimentReport:
     runs = _runs(options)
 
     def longs(mode: Mode) -> float:
-        flat, deep = (sum(m.longs_done or 0.0 for m in runs.results(AtRate(s, runs.qps[-1]), mode)) for s in SYSTEMS)
+        flat, deep = (runs.value(AtRate(s, runs.qps[-1]), mode, "longs_done") or 0.0 for s in SYSTEMS)
         return deep / max(flat, 1e-9)
 
     rows = [

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from statistics import median
 from typing import Any
 
 from headway.sim.report.page import ReportChart
@@ -106,7 +105,7 @@ def _over_best(runs: MedhaStudy, metric: str) -> float | None:
     """Return the ladder's least ratio over the rates to the best policy; None where no policy has any."""
 
     def share(policy: str, qps: float) -> float:
-        return float(median(getattr(m, metric) or 0.0 for m in runs.results(AtRate(policy, qps), "default")))
+        return runs.value(AtRate(policy, qps), "default", metric) or 0.0
 
     best = {qps: max(share(policy, qps) for policy in POLICIES) for qps in runs.qps}
     return min((share("ladder", qps) / most for qps, most in best.items() if most), default=None)

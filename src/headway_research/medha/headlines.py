@@ -11,8 +11,6 @@ that ended within the window, and those with a first token within §6.4's 10 sec
 
 from __future__ import annotations
 
-from statistics import median
-
 from headway.sim.report.page import ReportChart
 from headway_research.base import MODES, ExperimentReport, Mode, RunOptions
 from headway_research.medha.arithmetic import PAPER_KERNEL, machine
@@ -58,7 +56,7 @@ class Headlines:
         self.runs.ensure([("Medha", mode), ("LoongServe", mode)], rates, [LONG_SHARE])
 
         def of(system: str, qps: float) -> float:
-            return float(median(getattr(m, metric) for m in self.runs.results(AtRate(system, qps), mode)))
+            return self.runs.value(AtRate(system, qps), mode, metric) or 0.0
 
         return {f"{qps:g} QPS": of("Medha", qps) / max(of("LoongServe", qps), 1e-9) for qps in rates}
 

@@ -276,8 +276,8 @@ def fig14(options: RunOptions) -> ExperimentReport:
     runs.ensure([(system, mode) for system in POOLED for mode in MODES], POOL_RATES, [LONG_SHARE])
 
     def longs_done(system: str, qps: float, mode: Mode) -> float:
-        """Return the share of long requests that were done, a mean over seeds."""
-        return sum(result.longs_done or 0.0 for result in runs.results(AtRate(system, qps), mode)) / len(runs.seeds)
+        """Return the share of long requests that were done."""
+        return runs.value(AtRate(system, qps), mode, "longs_done") or 0.0
 
     def fewer(than: str, qps: float, mode: Mode) -> float:
         return longs_done("LoongServe+Reserv", qps, mode) / max(longs_done(than, qps, mode), 1e-9)

@@ -296,8 +296,9 @@ class MedhaStudy:
         return [RESULTS[self._point(at, mode, seed)] for seed in self.seeds]
 
     def value(self, at: AtRate, mode: Mode, metric: str = "ttft_s", cut: str = "p50") -> float | None:
-        """Return the median over seeds of a percentile; None where no request has it."""
-        found = [getattr(m, metric)[cut] for m in self.results(at, mode)]
+        """Return the median over seeds of a figure, of times a percentile; None where no request has it."""
+        found = [getattr(m, metric) for m in self.results(at, mode)]
+        found = [value[cut] if isinstance(value, Mapping) else value for value in found]
         found = [value for value in found if value is not None]
         return float(median(found)) if found else None
 
