@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from tests.helpers.fake_cluster import FakeCluster
 from tests.helpers.fake_engine import INFO, FakeEngine
 from tests.helpers.polling import eventually, run_ready_tasks
 
@@ -52,6 +53,13 @@ async def test_the_banner_says_what_runs(tokenizer: ModelTokenizer) -> None:
     ):
         assert line in text.splitlines()
     assert "/v1/chat/completions -H" in text
+
+
+async def test_the_banner_of_a_cluster_names_its_placement_and_roles(tokenizer: ModelTokenizer) -> None:
+    context = create_app(FakeCluster(state="ready"), tokenizer, ServerSettings()).state.headway
+    lines = banner(context, "http://127.0.0.1:8000").splitlines()
+    assert "engine               native, 2 instances" in lines
+    assert "placement            tetris on 1 prefill, 1 decode" in lines
 
 
 async def test_the_example_is_a_completion_without_a_template_and_never_shows_the_key() -> None:

@@ -17,6 +17,7 @@ import math
 import signal
 import socket
 import sys
+from collections import Counter
 from types import FrameType
 
 import uvicorn
@@ -37,10 +38,15 @@ def banner(server: ServerContext, url: str) -> str:
     info, settings = server.engine.info, server.settings
     engine: object = server.engine
     kind = "vllm" if info.device == "http" else "native"
-    if isinstance(engine, InstanceAdmin):
-        kind += f", {len(engine.report().instances)} instances"
     lines = ["", f"Headway serves {', '.join(server.models())} at {url}", ""]
-    lines += [line("engine", kind), *summary(info)]
+    if isinstance(engine, InstanceAdmin):
+        report = engine.report()
+        roles = Counter(one.role for one in report.instances)
+        lines += [line("engine", f"{kind}, {len(report.instances)} instances")]
+        lines += [line("placement", f"{report.placement} on {', '.join(f'{n} {role}' for role, n in roles.items())}")]
+    else:
+        lines += [line("engine", kind)]
+    lines += summary(info)
     lines += [line("pages", f"{url}/ (links to /ui, /metrics, /health)"), "", example(server, url), ""]
     if settings.api_key is not None:
         lines.insert(-1, "(the key is the one that this server was given)")
