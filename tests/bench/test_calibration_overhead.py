@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from tests.helpers.latency_models import table
 
-from headway.perf.latency.table import TableLatency, TableSource
 from headway.policy.iteration.config import SchedulerConfig
 from headway.serving.load.calibration import overhead_of
 from headway.sim.metrics import RequestRecord
 from headway.sim.replay import BatchTimes, ReplayedRun
 
 # An iteration takes 10 ms, whatever it holds.
-TABLE = TableLatency(
-    TableSource(
-        fingerprint="made up",
-        provenance="a test",
-        tokens=((0, 0.01), (1, 0.01), (4096, 0.01)),
-        chunks=((0, 0.0, 0.0), (4096, 0.0, 0.0)),
-        decode=(0.0, 0.0, 0.0),
-    )
-)
+TABLE = table([(0, 0.01), (1, 0.01), (4096, 0.01)], [(0, 0.0, 0.0), (4096, 0.0, 0.0)], (0.0, 0.0, 0.0))
 TERMS = (0.01, 0.0, 0.0, 0.0)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.helpers.engine_fixtures import INFO as FAKE
+from tests.helpers.latency_models import table
 
 from headway.core.errors import ConfigError
 from headway.core.request import Strategy
@@ -16,7 +17,6 @@ from headway.perf.hardware import ParallelLayout
 from headway.perf.latency import eq1
 from headway.perf.latency.corrected import describe
 from headway.perf.latency.groups import GroupShape, RingLatency
-from headway.perf.latency.table import TableLatency, TableSource
 from headway.policy.placement.pecsched_replicas import StrategyChooser
 from headway.policy.placement.registry import names
 from headway.runtime.assembly.cluster import check_moves, links, live_rules, policy_context, rules_of, shape_of
@@ -31,12 +31,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def table_of(tokens: tuple[tuple[int, float], ...], chunks: tuple[tuple[int, float, float], ...]) -> TableLatency:
-    source = TableSource(fingerprint="", provenance="", tokens=tokens, chunks=chunks, decode=(0.0, 0.0, 0.0))
-    return TableLatency(source)
-
-
-TABLE = table_of(((0, 1e-3), (1000, 11e-3)), ((0, 0.0, 0.0), (1000, 5e-4, 1e-6)))
+TABLE = table([(0, 1e-3), (1000, 11e-3)], [(0, 0.0, 0.0), (1000, 5e-4, 1e-6)], (0.0, 0.0, 0.0))
 APART = (InstancePool(role="prefill"), InstancePool(role="decode"))
 INFO = msgspec.structs.replace(FAKE, device="cuda", kv_tokens_total=512, kv_block_tokens=8)
 MOVES = msgspec.structs.replace(INFO, peer_address="unix:p")
@@ -69,12 +64,12 @@ def test_policies_use_the_latency_of_the_first_prefill_instance(tmp_path: Path) 
         placement="tetris",
     )
     tables = [
-        table_of(((1, row_s), (64, 64 * row_s)), ((0, 0.0, 0.0), (64, 0.0, 1e-12)))
+        table([(1, row_s), (64, 64 * row_s)], [(0, 0.0, 0.0), (64, 0.0, 1e-12)], (0.0, 0.0, 0.0))
         for row_s in (1e-6, 2e-6, 3e-6, 4e-6)
     ]
     infos = [
-        msgspec.structs.replace(INFO, latency=describe(table), layout=f"tp{2**i}-pp1-kvp1")
-        for i, table in enumerate(tables)
+        msgspec.structs.replace(INFO, latency=describe(each), layout=f"tp{2**i}-pp1-kvp1")
+        for i, each in enumerate(tables)
     ]
     latency = rules_of(file, str(tmp_path), infos).latency
     between = links(file)
@@ -181,8 +176,8 @@ def test_a_decode_pool_that_a_policy_never_uses_gets_a_warning(
 
 def test_unused_and_small_pools_are_logged_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    table = table_of(((1, 1e-6), (64, 6e-5)), ((0, 0.0, 0.0), (64, 0.0, 1e-12)))
-    info = msgspec.structs.replace(MOVES, latency=describe(table), layout="tp1-pp1-kvp1")
+    fast = table([(1, 1e-6), (64, 6e-5)], [(0, 0.0, 0.0), (64, 0.0, 1e-12)], (0.0, 0.0, 0.0))
+    info = msgspec.structs.replace(MOVES, latency=describe(fast), layout="tp1-pp1-kvp1")
     small = msgspec.structs.replace(info, context_tokens=16_384, kv_tokens_total=6000)
     large = msgspec.structs.replace(info, context_tokens=16_384, kv_tokens_total=7000)
     file = ClusterFile(pools=(InstancePool(role="prefill", count=2), InstancePool(role="decode")), placement="fifo")

@@ -12,19 +12,18 @@ import msgspec
 import pytest
 import yaml
 from tests.helpers.engine_fixtures import INFO as FAKE
+from tests.helpers.latency_models import table
 
 from headway import load_scenario, simulate
 from headway.api.cluster_scenario import ClusterScenarios
 from headway.cli.main import main
 from headway.core.errors import ConfigError
-from headway.perf.latency.table import TableLatency, TableSource
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.build import run_scenario
 from headway.sim.cluster.build import placement_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TABLE = TableLatency(TableSource(fingerprint="", provenance="", tokens=((0, 1e-3), (1000, 11e-3)),
-                                 chunks=((0, 0.0, 0.0), (1000, 5e-4, 1e-6)), decode=(1e-5, 0.0, 0.0)))  # fmt: skip
+TABLE = table([(0, 1e-3), (1000, 11e-3)], [(0, 0.0, 0.0), (1000, 5e-4, 1e-6)], (1e-5, 0.0, 0.0))
 INFO = msgspec.structs.replace(
     FAKE, max_model_len=4096, context_tokens=4096, kv_tokens_total=16384, kv_block_tokens=64, t_target_s=0.05
 )

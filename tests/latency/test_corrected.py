@@ -9,11 +9,11 @@ import random
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from tests.helpers.latency_models import gpu_roofline
+from tests.helpers.latency_models import gpu_roofline, table
 
 from headway.perf.latency.base import BatchLoad, LatencyModel, decode_load, load_s
 from headway.perf.latency.corrected import CorrectedLatency
-from headway.perf.latency.table import TableLatency, TableSource, TimeSpread
+from headway.perf.latency.table import TimeSpread
 
 Shape = tuple[int, int, int]
 """(decodes, past, chunk)."""
@@ -205,14 +205,8 @@ def test_a_rough_model_gets_over_an_early_iteration_that_takes_a_hundred_times_a
 
 # -- what was measured ----------------------------------------------------------------------------------------------
 
-MEASURED = TableLatency(
-    TableSource(
-        fingerprint="",
-        provenance="a test",
-        tokens=((0, 0.001), (1, 0.001), (4096, 0.401)),
-        chunks=((0, 0.0, 0.0), (64, 0.0001, 1e-6), (4096, 0.2, 6.4e-5)),
-        decode=(0.0, 0.0, 0.0),
-    )
+MEASURED = table(
+    [(0, 0.001), (1, 0.001), (4096, 0.401)], [(0, 0.0, 0.0), (64, 0.0001, 1e-6), (4096, 0.2, 6.4e-5)], (0.0, 0.0, 0.0)
 )
 
 

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.helpers.latency_models import table
 
 from headway.perf.latency.base import BatchLoad
 from headway.perf.latency.corrected import CorrectedLatency, LoadTerms, fit_scales, load_terms
-from headway.perf.latency.table import TableLatency, TableSource
 
-TABLE = TableLatency(
-    TableSource(
-        fingerprint="made up",
-        provenance="a test",
-        tokens=((0, 0.001), (1, 0.002), (512, 0.02)),
-        chunks=((0, 0.0, 0.0), (512, 2e-3, 2e-6)),
-        decode=(1e-4, 2e-5, 3e-8),
-    )
-)
+TABLE = table([(0, 0.001), (1, 0.002), (512, 0.02)], [(0, 0.0, 0.0), (512, 2e-3, 2e-6)], (1e-4, 2e-5, 3e-8))
 
 
 def run(rng: np.random.Generator, count: int) -> list[tuple[BatchLoad, LoadTerms]]:

@@ -7,10 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.helpers.latency_models import table
 
 from headway.perf.latency import table as store
 from headway.perf.latency.fitted import FRONT
-from headway.perf.latency.table import ServingOverhead, TableSource, TimeSpread, spread_at, spreads_of
+from headway.perf.latency.table import ServingOverhead, TimeSpread, spread_at, spreads_of
 from headway.planning.answer import latency_note
 from headway.planning.question import parse_question
 from headway.sim.build import instance_of, run_scenario, workload_of
@@ -19,13 +20,7 @@ from headway.sim.metrics import RequestRecord, e2e_s, tbt_s, ttft_s
 from headway.sim.scenario import parse_scenario
 
 # An iteration takes 10 ms, whatever it holds.
-BARE = TableSource(
-    fingerprint="made up",
-    provenance="a test",
-    tokens=((0, 0.01), (1, 0.01), (4096, 0.01)),
-    chunks=((0, 0.0, 0.0), (4096, 0.0, 0.0)),
-    decode=(0.0, 0.0, 0.0),
-)
+BARE = table([(0, 0.01), (1, 0.01), (4096, 0.01)], [(0, 0.0, 0.0), (4096, 0.0, 0.0)], (0.0, 0.0, 0.0)).source
 ADDED = ServingOverhead(request_s=0.007, idle_s=0.005, iteration_s=0.001)
 SHAPE = {"layers": 1, "hidden": 64, "q_heads": 1, "kv_heads": 1, "head_dim": 64, "mlp": 64, "vocab": 64}
 

@@ -7,12 +7,12 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.latency_models import table
 
 from headway.core.request import Request, Slo
 from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import BatchLoad, LatencyModel, decode_load, load_s, solve_tokens
 from headway.perf.latency.corrected import CorrectedLatency
-from headway.perf.latency.table import TableLatency, TableSource
 from headway.policy.iteration.budget import (
     ALONE_EFFICIENCY,
     DECODE_EFFICIENCY,
@@ -33,15 +33,8 @@ from headway.sim.workload import TraceRequest
 
 def machine(step_s: float = 0.02, row_s: float = 4e-4, kv_s: float = 1e-8) -> LatencyModel:
     """Return a processor whose iteration takes `step_s` for one row and `row_s` for each further one."""
-    source = TableSource(
-        provenance="test",
-        status="derived",
-        fingerprint="test",
-        tokens=((0, step_s), (8192, step_s + 8192 * row_s)),
-        chunks=((0, 0.0, 0.0), (8192, 8192 * 8192 * kv_s / 2, 8192 * kv_s)),
-        decode=(0.0, 1e-4, kv_s),
-    )
-    return TableLatency(source, 8192)
+    chunks = [(0, 0.0, 0.0), (8192, 8192 * 8192 * kv_s / 2, 8192 * kv_s)]
+    return table([(0, step_s), (8192, step_s + 8192 * row_s)], chunks, (0.0, 1e-4, kv_s))
 
 
 SLOW = machine()

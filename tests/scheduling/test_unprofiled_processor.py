@@ -4,13 +4,14 @@ it must choose ones that tell, and it must not take small chunks for cheap ones.
 from __future__ import annotations
 
 import pytest
+from tests.helpers.latency_models import table
 from tests.scheduling.policy_alone import CountedPool
 
 from headway.core.request import Request
 from headway.perf.hardware import ModelShape
 from headway.perf.latency.base import LatencyModel, decode_load, load_s
 from headway.perf.latency.corrected import CorrectedLatency
-from headway.perf.latency.table import MachineRates, TableLatency, TableSource, roofline
+from headway.perf.latency.table import MachineRates, roofline
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
 from headway.vllm.latency import CPU_ATTENTION_ROWS
@@ -31,14 +32,10 @@ def kernel(slowness: float) -> LatencyModel:
     """The machine as `headway profile --vllm` measured it (vLLM 0.32, float32, one core), so many times slower: 8 to 96
     tokens over the same history take equally long."""
     chunks = ((8, 4e-6), (96, 4.5e-6), (256, 8e-6), (512, 1.6e-5), (1024, 3e-5), (2048, 5.8e-5))
-    return TableLatency(
-        TableSource(
-            fingerprint="",
-            provenance="measured",
-            tokens=tuple((rows, slowness * (0.012 + 1.2e-4 * rows)) for rows in (0, 1, 64, 1024, 8192)),
-            chunks=((0, 0.0, 0.0), *((c, slowness * p * c / 2, slowness * p) for c, p in chunks)),
-            decode=(0.0, 1e-3 * slowness, 2e-7 * slowness),
-        )
+    return table(
+        [(rows, slowness * (0.012 + 1.2e-4 * rows)) for rows in (0, 1, 64, 1024, 8192)],
+        [(0, 0.0, 0.0), *((c, slowness * p * c / 2, slowness * p) for c, p in chunks)],
+        (0.0, 1e-3 * slowness, 2e-7 * slowness),
     )
 
 
