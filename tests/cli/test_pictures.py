@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from headway.cli.main import main
+from tests.cli.refusals import refusal
 
 
 @pytest.mark.parametrize(
@@ -28,9 +27,6 @@ def test_a_command_that_cannot_draw_says_so_before_it_works(
     places = {"cluster": examples / "cluster-tetris.yaml"}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main([word.format(**places) for word in words]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.endswith("there is no matplotlib here; pip install 'headway[plot]'\n")
-    assert said.err.count("\n") == 1
+    said = refusal([word.format(**places) for word in words], capsys)
+    assert said.endswith("there is no matplotlib here; pip install 'headway[plot]'\n")
     assert not any(tmp_path.iterdir())

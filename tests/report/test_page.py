@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from scripts.headless_browser import browser, missing_browser
+from tests.cli.refusals import refusal
 from tests.cli.test_screens import SCENARIO
 from tests.helpers.report_pages import ReportPage
 
@@ -152,8 +153,7 @@ def test_a_folder_is_refused_before_the_work(
     words: list[str], scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [str(scenario) if word == "SCENARIO" else word for word in words]
-    assert main([*given, "--report", str(tmp_path)]) == 2
-    assert "it is a folder; name a file in it" in capsys.readouterr().err
+    assert "it is a folder; name a file in it" in refusal([*given, "--report", str(tmp_path)], capsys)
 
 
 @pytest.mark.skipif(missing_browser() is not None, reason=str(missing_browser()))

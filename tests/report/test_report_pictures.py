@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from matplotlib.text import Annotation
 from rich.console import Console
+from tests.cli.refusals import refusal
 from tests.helpers.live_feeds import logged_events
 
 from headway.cli.main import main
@@ -161,5 +162,5 @@ def test_an_explanation_is_drawn_with_its_causes(tmp_path: Path, suffix: str) ->
 def test_a_picture_of_another_kind_is_refused_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["why", "r3", "--log", "none", "--picture", str(tmp_path / "why.gif")]) == 2
-    assert "its name must end in .png, .svg or .pdf" in capsys.readouterr().err
+    words = ["why", "r3", "--log", "none", "--picture", str(tmp_path / "why.gif")]
+    assert "its name must end in .png, .svg or .pdf" in refusal(words, capsys)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cli.refusals import refusal
 from tests.helpers.cluster_worlds import cluster, lines_into
 from tests.helpers.fake_cluster import FakeCluster
 
@@ -98,8 +99,7 @@ def test_a_table_that_no_cluster_takes_is_an_error_where_it_is_sent_once(
     assert main([*words, "--url", "http://127.0.0.1:9"]) == 2
     assert "does not answer" in capsys.readouterr().err
     assert (tmp_path / "rates.json").exists()
-    assert main([*words, "--every", "5"]) == 2
-    assert "and needs --lengths and --url" in capsys.readouterr().err
+    assert "and needs --lengths and --url" in refusal([*words, "--every", "5"], capsys)
 
 
 @pytest.mark.parametrize("every", ["0", "-1", "2e7"])
@@ -116,10 +116,8 @@ def test_a_url_without_a_scheme_and_a_trace_taken_again_are_refused_before_any_s
 
     monkeypatch.setattr(tetris_rates, "scenario_ttft_s", simulated)
     (tmp_path / "log").write_text("arrival_s,prompt_tokens,output_tokens\n0,777,1\n")
-    assert main([*words, "--url", "localhost:8000"]) == 2
-    assert "write it like http://" in capsys.readouterr().err
-    assert main([*words, "--url", "http://127.0.0.1:9", "--every", "5"]) == 2
-    assert "is no log of a cluster" in capsys.readouterr().err
+    assert "write it like http://" in refusal([*words, "--url", "localhost:8000"], capsys)
+    assert "is no log of a cluster" in refusal([*words, "--url", "http://127.0.0.1:9", "--every", "5"], capsys)
 
 
 @pytest.mark.parametrize("answer", [b"", b"no HTTP\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"])
