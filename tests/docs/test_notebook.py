@@ -23,6 +23,7 @@ def cells(kind: str) -> list[dict[str, Any]]:
     return [cell for cell in book["cells"] if cell["cell_type"] == kind]
 
 
+@pytest.mark.long
 def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(ROOT))

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.helpers.marks import quick_first
 from tests.helpers.polling import until
 from tests.helpers.process_tree import child_pids, ends_soon
 
@@ -124,7 +125,7 @@ def test_a_trace_is_written_into_a_folder_that_did_not_exist_or_refused_in_a_lin
 
 
 @pytest.mark.parametrize(
-    ("number", "to_all"), [(signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGKILL, False)]
+    ("number", "to_all"), quick_first([(signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGKILL, False)])
 )
 def test_a_command_that_is_cut_off_leaves_no_process_and_no_warning(number: signal.Signals, to_all: bool) -> None:
     child = subprocess.Popen(
