@@ -29,7 +29,7 @@ Starved: never begun, of those that came in the first two thirds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import fmean
@@ -332,27 +332,19 @@ class PecSchedStudy:
                 found.append(float(value))
         return fmean(found) if found else None
 
-    def ratios(
-        self, over: str, under: str, mode: Mode, regime: Regime, metric: str, cut: str = "p99"
-    ) -> dict[str, float]:
-        """Return `over` / `under` by model, without models where either has no value or `under` is 0."""
-        found = {}
-        for name in self.names:
-            top = self.value(name, over, mode, regime, metric, cut)
-            bottom = self.value(name, under, mode, regime, metric, cut)
-            if top is not None and bottom:
-                found[name] = top / bottom
-        return found
-
     def values(self, system: str, mode: Mode, regime: Regime, metric: str) -> dict[str, float]:
         """Return a metric by model, without models that have no value."""
         found = {name: self.value(name, system, mode, regime, metric) for name in self.names}
         return {name: value for name, value in found.items() if value is not None}
 
+    def ratios(self, over: str, under: str, mode: Mode, regime: Regime, metric: str) -> dict[str, float]:
+        """Return a metric of one system over another's by model, without models where either is missing or the other
+        is 0."""
+        return _quotients(*(self.values(system, mode, regime, metric) for system in (over, under)))
+
     def quotients(self, system: str, mode: Mode, regime: Regime, over: str, under: str) -> dict[str, float]:
-        """Return one metric over another by model, without models where either has no value or `under` is 0."""
-        top, bottom = (self.values(system, mode, regime, metric) for metric in (over, under))
-        return {name: value / bottom[name] for name, value in top.items() if bottom.get(name)}
+        """Return one metric over another by model, without models where either is missing or the other is 0."""
+        return _quotients(*(self.values(system, mode, regime, metric) for metric in (over, under)))
 
     def came(self, name: str, regime: Regime) -> tuple[int, ...]:
         """Return the long requests of a model's runs, by seed: the same under every system, and few (a mean of two says
@@ -390,3 +382,7 @@ class PecSchedStudy:
         loads = [asked(name, regime) for name in self.names]
         short, long = ("/".join(f"{load[k]:.2g}" for load in loads) for k in (0, 1))
         return f"{regime}: {sizes} replicas a long request, short load {short}, long {long} of what replicas compute"
+
+
+def _quotients(top: Mapping[str, float], bottom: Mapping[str, float]) -> dict[str, float]:
+    return {name: value / bottom[name] for name, value in top.items() if bottom.get(name)}
