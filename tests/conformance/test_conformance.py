@@ -386,7 +386,8 @@ def _span(end: int, *group: int) -> Span:
     [
         ("groups", [CommitSpans("r", (_span(100, 0, 1),), 1 << 30)], "do not compute together"),
         ("groups", [EnqueueRequest("r", (0, 1))], "do not compute together"),
-        ("spans", [CommitSpans("r", (_span(50, 0),), 1 << 30)], "whole prompts"),
+        ("spans", [CommitSpans("r", (_span(100, 0),), 1 << 30)], "whole requests"),
+        ("spans", [EnqueueRequest("r", (0,), "prefill")], "whole requests"),
         ("kv_transfer", [EnqueueRequest("r", (0,)), TransferKv("r", 1)], "move no KV"),
         ("pause", [CommitSpans("r", (_span(100, 0),), 1 << 30)], "do not pause a prefill"),
         ("decode_pause", [EnqueueRequest("r", (0,), "decode")], "do not pause a decode"),
@@ -396,7 +397,7 @@ def test_an_action_beyond_what_is_declared_is_refused_before_it_reaches_an_insta
     needs: Capability, actions: list[Action], why: str
 ) -> None:
     policy = Scripted(lambda event, view: actions if isinstance(event, RequestArrived) else [])
-    for has in (HTTP_CAPABILITIES - {needs}, ALL_CAPABILITIES):
+    for has in (ALL_CAPABILITIES - {needs}, ALL_CAPABILITIES):
         policy.heard.clear()
         spec = spec_of(2)
         state = ClusterState(spec.instances, spec.links)

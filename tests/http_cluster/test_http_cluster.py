@@ -6,7 +6,6 @@ import asyncio
 import random
 from array import array
 from contextlib import aclosing
-from typing import Any
 
 import pytest
 from tests.helpers.polling import eventually
@@ -21,15 +20,6 @@ from headway.runtime.cluster.instances import AssumedKeys
 
 PROMPT = [5, 9, 200, 31]
 DOCUMENT = [2 + i % 250 for i in range(400)]
-
-
-async def chat_beside_document(cluster: ClusterClient, server: TokenServer) -> None:
-    """A chat that comes while a document is computed is answered first, and both are right."""
-    long = asyncio.create_task(ask(cluster, "document", DOCUMENT, 3))
-    await eventually(lambda: server.running == 1)
-    assert await ask(cluster, "chat", PROMPT, 3) == greedy(PROMPT, 3)
-    assert not long.done()
-    assert await long == greedy(DOCUMENT, 3)
 
 
 def resume(servers: list[TokenServer]) -> None:
@@ -56,15 +46,10 @@ async def test_an_answer_goes_on_elsewhere_when_its_stream_breaks_off() -> None:
         assert again.body["max_tokens"] == 9
 
 
-@pytest.mark.parametrize(
-    ("placement", "options"),
-    [("jsq", {}), ("fifo", {"long_sp": 1}), ("ladder", {})],
-)
-async def test_a_killed_server_costs_no_answer_and_serves_again_when_it_is_back(
-    placement: str, options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("placement", ["jsq", "ladder"])
+async def test_a_killed_server_costs_no_answer_and_serves_again_when_it_is_back(placement: str) -> None:
     servers = [TokenServer(pause_at=5), TokenServer(pause_at=5)]
-    async with cluster_of(servers, placement, options) as cluster:
+    async with cluster_of(servers, placement) as cluster:
         asked = [asyncio.create_task(ask(cluster, f"r{i}", [i + 2, 3], 40)) for i in range(8)]
         await eventually(lambda: sum(server.running for server in servers) == 8)
         await servers[0].stop()
@@ -191,16 +176,6 @@ async def test_slos_and_sampling_reach_the_instance() -> None:
         assert "seed" not in server.seen[2].body
         assert headers["x-llm-d-slo-ttft-ms"] == "500.000"
         assert headers["x-request-id"] == "r-1"
-
-
-async def test_pecsched_pauses_a_long_prefill_for_a_chat_by_closing_its_stream() -> None:
-    server = TokenServer(prefill_s=0.002)
-    options = {
-        "long_tokens": 100, "long_replicas": "fixed", "long_sp": 1, "disaggregate": False, "ageing": "off",
-    }  # fmt: skip
-    async with cluster_of([server], "pecsched", options) as cluster:
-        await chat_beside_document(cluster, server)
-        assert [held.ended for held in server.seen] == ["aborted", "finished", "finished"]
 
 
 async def test_a_drained_instance_finishes_what_it_has_and_gets_nothing_new() -> None:

@@ -33,7 +33,6 @@ class RowLatency(GroupLatency):
 
 
 ALONE_SHAPE = GroupShape(1)
-ALONE = {"long_replicas": "fixed", "long_sp": 1, "disaggregate": False}
 
 
 @pytest.mark.parametrize(
@@ -49,9 +48,8 @@ ALONE = {"long_replicas": "fixed", "long_sp": 1, "disaggregate": False}
         ({"pools": [{"backend": "vllm", "role": "decode"}]}, "leave out role"),
         ({"pools": [{"backend": "vllm", "role": "prefill"}]}, "one has to decode"),
         ({"pools": [{"backend": "vllm"}, {}]}, "all have to be of one backend"),
-        ({"pools": [{"backend": "vllm"}], "placement": "tetris"}, "tetris cannot work"),
-        ({"pools": [{"backend": "vllm"}], "placement": "fifo"}, "fifo needs the options `long_sp: 1`"),
-        ({"pools": [{"backend": "vllm"}], "placement": "pecsched"}, "`disaggregate: false`"),
+        ({"pools": [{"backend": "vllm"}], "placement": "tetris"}, "tetris does not work on .* use ladder or jsq"),
+        ({"pools": [{"backend": "vllm"}], "placement": "fifo"}, "fifo does not work on"),
     ],
 )
 def test_what_servers_behind_http_cannot_do_is_one_sentence(data: dict[str, Any], words: str) -> None:
@@ -60,7 +58,8 @@ def test_what_servers_behind_http_cannot_do_is_one_sentence(data: dict[str, Any]
 
 
 def test_policies_of_whole_requests_are_accepted() -> None:
-    for name, options in (("jsq", {}), ("fifo", {"long_sp": 1}), ("pecsched", ALONE), ("ladder", {})):
+    own = "tests.conformance.conformance_policy.Verbs"
+    for name, options in (("jsq", {}), ("ladder", {}), (own, {"heard": "x"})):
         pools = [{"backend": "vllm", "urls": [URL]}]
         assert cluster_file({"pools": pools, "placement": name, "options": options}, "c").behind_http
 

@@ -77,7 +77,7 @@ def test_a_scenario_is_read_where_a_cluster_file_is_and_refused_in_the_same_word
     assert len(answers) > 2
 
 
-SIMULATED = "`engine: vllm` is simulated under ladder and jsq, without pools of role prefill"
+SIMULATED = "`engine: vllm` is simulated without pools of role prefill"
 
 
 @pytest.mark.parametrize("placement", names())
@@ -88,14 +88,7 @@ def test_a_cluster_of_vllm_servers_is_simulated_or_refused_in_the_same_words(pla
             for i, role in enumerate(roles)
         ]
         found = live(placement, options, servers)
-        if found is None and (placement not in ("ladder", "jsq") or "prefill" in roles):
+        if found is None and "prefill" in roles:
             found = SIMULATED
         pools = [{"role": role, "count": 3, "tp": 2} for role in roles]
         assert simulated(placement, options, pools, engine="vllm") == found, roles
-
-
-def test_counts_of_an_option_are_those_of_the_servers_addresses() -> None:
-    pool = {"backend": "vllm", "urls": [f"http://127.0.0.1:{port}" for port in (1, 2, 3)]}
-    assert live("reservation", {"long_sp": 1, "reserved": 2}, [pool]) is None
-    found = live("reservation", {"long_sp": 1, "reserved": 4}, [pool])
-    assert found == "options.reserved is 4, and of the pools' instances 3 can prefill"

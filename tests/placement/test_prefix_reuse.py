@@ -76,7 +76,7 @@ def decided(
     policy = make_placement(name, context, {"affinity": True, **options})
     action, *_ = policy.on_event(RequestArrived(asked(tokens), cached), ClusterSnapshot(state, 0.0))
     if live:
-        check_capable(action, NATIVE_CAPABILITIES, None)
+        check_capable(action, NATIVE_CAPABILITIES)
     return action
 
 
@@ -185,8 +185,8 @@ def test_instances_without_copies_copy_nothing() -> None:
     here = EnqueueRequest("r0", (0,), prefix=CachedPrefix(0, 640))
     for has in (NATIVE_CAPABILITIES, HTTP_CAPABILITIES):
         with pytest.raises(ActionImpossible, match="copy no cached prefixes"):
-            check_capable(remote, has, None)
-        check_capable(here, has, None)
+            check_capable(remote, has)
+        check_capable(here, has)
 
 
 # -- simulation ----------------------------------------------------------------------------------------------------

@@ -291,7 +291,7 @@ class ClusterController:
         """Carry out one action, or add `ActionRefused` to the pending events."""
         try:
             if self._limited:
-                check_capable(action, self._backend.capabilities, self.state)
+                check_capable(action, self._backend.capabilities)
             self._handlers[type(action)](action)
         except ActionImpossible as why:
             self.refused += 1

@@ -437,8 +437,8 @@ class Scenario(FileSection):
         if "policy" in given:
             raise ValueError("`policy` is of Headway's own engine; with `engine: vllm` write `vllm.headway`")
         pools = self.cluster.pools
-        if self.cluster.placement not in (None, "ladder", "jsq") or any(pool.role != "mixed" for pool in pools):
-            raise ValueError("`engine: vllm` is simulated under ladder and jsq, without pools of role prefill")
+        if any(pool.role != "mixed" for pool in pools):
+            raise ValueError("`engine: vllm` is simulated without pools of role prefill")
         cuts: list[LayoutSection | PoolSection] = [self.layout, *pools]
         if any(cut.stages > 1 or cut.kvp > 1 for cut in cuts):
             raise ValueError("`engine: vllm` is simulated with one stage and one KV group: set tp only")

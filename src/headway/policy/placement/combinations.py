@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.policy.placement.contract import Role
+from headway.policy.placement.registry import names
 
 _WHOLE = ("fifo", "priority", "reservation")
 """Policies that give every request whole to one instance, where `long_sp` is 1, and decode where they prefill."""
@@ -82,8 +83,7 @@ class PlacementCombination:
         name, roles = self.placement, {pool.role for pool in self.pools}
         if self.over_http:
             yield from self._refusals_over_http(roles)
-            # Policies place requests on the others.
-            roles = {"mixed"}
+            return
         if roles == {"decode"}:
             yield "pools: all are of role decode; one has to prefill (role prefill or mixed)"
         prefill = sum(pool.count for pool in self.pools if pool.role in (roles - {"decode"}))
@@ -100,26 +100,18 @@ class PlacementCombination:
             yield (
                 "pecsched decodes elsewhere than it prefills: give a pool the role decode, or say `disaggregate: false`"
             )
-        if not self.over_http:
-            yield from self._refusals_of_shapes()
+        yield from self._refusals_of_shapes()
 
     def _refusals_over_http(self, roles: set[Role]) -> Iterator[str]:
         if "decode" in roles:
             yield "pools: servers of backend vllm have no role decode: leave out role, unless it is prefill"
         if roles == {"prefill"}:
             yield "pools: all are of role prefill; one has to decode (leave out its role)"
-        name, wanted = self.placement, ""
-        if name in ("tetris", "loongserve", "fixed-sp", "context-parallel"):
-            wanted = "cannot work: it spreads prompts over instances and moves KV between them"
-        elif name in _WHOLE and not self._long_alone:
-            wanted = "needs the options `long_sp: 1`"
-        elif name == "pecsched":
-            fixed = self.options.get("long_replicas") == "fixed" and self.options.get("long_sp", 4) == 1
-            options = [] if fixed else ["`long_replicas: fixed`, `long_sp: 1`"]
-            options += ["`disaggregate: false`"] if self._disaggregates else []
-            wanted = "needs the options " + ", ".join(options) if options else ""
-        if wanted:
-            yield f"on instances of backend vllm, which serve whole requests, {name} {wanted}"
+        if self.placement in names() and self.placement not in ("ladder", "jsq"):
+            yield (
+                f"{self.placement} does not work on instances of backend vllm, which serve whole requests: use ladder "
+                "or jsq"
+            )
 
     def _refusals_of_shapes(self) -> Iterator[str]:
         sizes: dict[int, int] = {}

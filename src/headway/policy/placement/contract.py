@@ -23,18 +23,18 @@ from headway.core.request import Phase, Request, Span
 from headway.perf.hardware import NetworkLink
 
 Capability = Literal["spans", "groups", "kv_transfer", "pause", "decode_pause", "prefix_copy"]
-"""`spans`: compute a part of a prompt. `groups`: compute together with other instances. `kv_transfer`: send KV to
-another instance, which continues there. `pause`: stop a prefill and continue it later. `decode_pause`: the same for a
-decode. `prefix_copy`: say what of a prompt each of them has cached, and copy that to another. All instances serve whole
-requests, and end one whose client has left."""
+"""`spans`: compute a prompt, or a part of it, apart from its decode. `groups`: compute together with other instances.
+`kv_transfer`: send KV to another instance, which continues there. `pause`: stop a prefill and continue it later.
+`decode_pause`: the same for a decode. `prefix_copy`: say what of a prompt each of them has cached, and copy that to
+another. All instances serve whole requests, and end one whose client has left."""
 
 ALL_CAPABILITIES: frozenset[Capability] = frozenset(get_args(Capability))
 
 NATIVE_CAPABILITIES = ALL_CAPABILITIES - {"prefix_copy"}
 """Capabilities of a live cluster's instances: each uses the prefixes in its own cache only."""
 
-HTTP_CAPABILITIES: frozenset[Capability] = frozenset(("pause", "decode_pause"))
-"""What HTTP servers can do: a pause closes the request's stream, and a later one finds its KV in the prefix cache."""
+HTTP_CAPABILITIES: frozenset[Capability] = frozenset()
+"""Capabilities of servers over HTTP: none but whole requests. Their own schedulers pause prompts at chunk edges."""
 
 # The cluster as a policy sees it (`ClusterSnapshot`), and the state that it reads (`ClusterState`).
 #

@@ -38,7 +38,6 @@ from headway.runtime.cluster.requests import (
     RequestAttempt,
     RequestReleased,
     SliceSent,
-    SpanStopped,
 )
 from headway.runtime.engine.protocol import (
     ChunkSample,
@@ -422,10 +421,6 @@ class ClusterDriver:
                     some = True
                     with self._isolate(entry.owner):
                         cast(InstanceMessages, self.reports).complete(entry)
-                case SpanStopped(entry, share) if entry.state == "running":
-                    some = True
-                    with self._isolate(entry.owner):
-                        self.controller.span_paused(entry, 0, self._clock(), share=share)
                 # The decode ends as soon as it has begun.
                 case DecodeOver(attempt) if attempt.controlled.resident:
                     some = True

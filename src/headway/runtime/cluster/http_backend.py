@@ -1,8 +1,7 @@
 """The controller's backend over HTTP instances: a request enters an instance as one streamed completion; predicted
 prefill times come from each server's own queue.
 
-A pause closes the stream; what was computed stays in the instance's prefix cache, if it has one, and the next stream
-finds it there.
+An instance serves whole requests. Its own scheduler decides which prompts wait for others there.
 """
 
 from __future__ import annotations
@@ -47,11 +46,9 @@ from headway.runtime.cluster.requests import (
     BackendEvent,
     ClusterRequest,
     ClusterRequests,
-    DecodeOver,
     InstanceTable,
     RequestAttempt,
     RequestReleased,
-    SpanStopped,
 )
 from headway.runtime.cluster.server_command import ServerCommand
 from headway.runtime.engine.config import GaveUpError, RestartLimit
@@ -62,6 +59,7 @@ if TYPE_CHECKING:
 
 
 ALONE = GroupShape(1)
+_WHOLE = "HTTP instances serve whole requests"
 _LEARNING_RATE = 0.3
 """Weight of the newest measurement, after the first."""
 _LEAST_LEFT = 0.05
@@ -460,7 +458,7 @@ class HttpInstance:
 
 
 class HttpBackend(InstanceBackend):
-    """See the module. To `stop` a span nothing is done: its request is forgotten next, which closes its stream."""
+    """See the module."""
 
     capabilities = HTTP_CAPABILITIES
     heard: Callable[[RequestAttempt, AnswerStream, StreamedTokens], None]
@@ -476,13 +474,7 @@ class HttpBackend(InstanceBackend):
     # -- predictions --------------------------------------------------------------------------------------------------
 
     def span_s(self, spans: Sequence[Span], nodes: int, before: tuple[int, ...]) -> float:
-        if len(spans) > 1:
-            raise ActionImpossible("HTTP instances make their own batches")
-        span = spans[0]
-        there = self.registry.get(span.group[0])
-        if there is None or there.state != "ready":
-            raise ActionImpossible(f"instance {span.group[0]} is not there")
-        return there.queue.prompt_s(span.end - span.start)
+        raise ActionImpossible(_WHOLE)
 
     def prefill_estimate(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
         tokens = request.prompt_tokens - request.cached_tokens
@@ -505,38 +497,22 @@ class HttpBackend(InstanceBackend):
     # -- actions ------------------------------------------------------------------------------------------------------
 
     def begin(self, entry: SpanEntry, now: float) -> None:
-        attempt: RequestAttempt = entry.controlled.backend_state
-        attempt.entry = entry
-        self._open(attempt, entry.group[0])
+        """Never called, nor is `pause`: `capabilities` has no spans."""
+        raise ActionImpossible(_WHOLE)
 
     def pause(self, entry: SpanEntry, now: float) -> None:
-        attempt: RequestAttempt = entry.controlled.backend_state
-        if attempt.stream is None or attempt.stream.first:
-            raise ActionImpossible(f"{entry.owner} has its first token")
-        began_s, before = attempt.stream.sent_s, entry.elapsed_share(1)
-        self.abandon(attempt)
-        # How far it has come the instance does not say: as far as its predicted time goes, and never to the end.
-        gone = (now - began_s) / max(entry.predicted_s, 1e-9)
-        self.events.append(SpanStopped(entry, min(0.95, before + gone)))
+        raise ActionImpossible(_WHOLE)
 
     def enter(self, controlled: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
-        attempt: RequestAttempt = controlled.backend_state
-        if attempt.finished:
-            self.events.append(DecodeOver(attempt))
-        # A decode goes on in the stream of its prefill, unless it is to go on elsewhere: then it is computed again.
-        elif attempt.stream is None or attempt.at != group[0]:
-            self.abandon(attempt)
-            self._open(attempt, group[0])
+        self._open(controlled.backend_state, group[0])
 
     def leave(self, controlled: ControlledRequest, why: str, now: float) -> int:
         attempt: RequestAttempt = controlled.backend_state
-        if why == "moved":
-            self.abandon(attempt)
         return attempt.said
 
     def send(self, kv_slice: KvSlice, now: float) -> None:
         """Never called: `capabilities` has no KV transfer."""
-        raise ActionImpossible("HTTP instances move no KV")
+        raise ActionImpossible(_WHOLE)
 
     def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> bool:
         attempt: RequestAttempt = controlled.backend_state
@@ -666,19 +642,12 @@ class HttpAnswers:
             # The connection ends by itself.
             attempt.stream = attempt.at = None
             target.keep(asked)
+        controlled = attempt.controlled
+        if attempt.finished and controlled.resident:
+            self._controller.left_scheduler(controlled, attempt.said, True, now)
         # A token in the middle of an answer changes no plan.
         if first or attempt.finished:
-            self._progress(attempt, first, now)
             self._settle()
-
-    def _progress(self, attempt: RequestAttempt, first: bool, now: float) -> None:
-        """Tell the controller of a first token, or of the end."""
-        controlled, entry = attempt.controlled, attempt.entry
-        if first and entry is not None and entry.state == "running":
-            self._controller.span_done(entry, now, (entry.owner,) if attempt.finished else ())
-        elif controlled.resident and (attempt.finished or controlled.phase == "prefill"):
-            self._controller.left_scheduler(controlled, attempt.said, attempt.finished, now)
-        # Else the policy has still to enqueue its decode, which ends as it begins (`DecodeOver`).
 
     def _broken(self, attempt: RequestAttempt, stream: AnswerStream, error: HeadwayError) -> None:
         """Take in the end of a stream without a finish reason: try again, or fail the request."""

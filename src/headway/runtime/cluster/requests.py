@@ -418,13 +418,6 @@ class BatchComplete(NamedTuple):
     entry: SpanEntry
 
 
-class SpanStopped(NamedTuple):
-    """A span has stopped for a pause, after a share of its time."""
-
-    entry: SpanEntry
-    share: float
-
-
 class DecodeOver(NamedTuple):
     """A request had ended when its decode was enqueued."""
 
@@ -439,7 +432,7 @@ class RequestReleased(NamedTuple):
     """None: all of its output was sent."""
 
 
-BackendEvent = SliceSent | BatchComplete | SpanStopped | DecodeOver | RequestReleased
+BackendEvent = SliceSent | BatchComplete | DecodeOver | RequestReleased
 """What happens during a call of the controller, which is not re-entrant: the driver reports it after the call."""
 
 PAUSE_S = 0.25
