@@ -4,7 +4,7 @@ PAGE: `policies` writes docs/reference/policy-table.md (10 CPU minutes), `overlo
 docs/figures/overload.png (15). Virtual time, so figures do not depend on the machine that runs it. Load is the work
 that arrives in a second, in seconds of the instance. Short prompts have up to 8,192 tokens. In time is a request whose
 first token came by max(1 s, 5 × its prefill alone); goodput is their number a second. `--quick` takes a few requests
-and prints only. Workloads of traces that are not there are left out.
+and prints only; so does a run without the traces of `SHARED_DATA`, whose workloads are left out.
 """
 
 from __future__ import annotations
@@ -342,7 +342,10 @@ def main() -> None:
     outcomes = list(run_in_processes(run, cells, arguments.jobs))
     lines = (policy_lines if arguments.page == "policies" else overload_lines)(outcomes)
     print("\n".join(lines))
-    if arguments.quick:
+    missing = sorted({cell.workload for cell in asked} - {cell.workload for cell in cells})
+    if missing:
+        print(f"no page is written: traces are not in {SHARED} (set SHARED_DATA): {', '.join(missing)}")
+    if arguments.quick or missing:
         return
     if arguments.page == "policies":
         text = HEAD + "\n".join(lines) + "\n\n"
