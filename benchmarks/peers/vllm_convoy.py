@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument(
         "--runs",
         default="default,512,128",
-        help="default, a long-prefill threshold in tokens, headway:AIM_MS, or native:AIM_MS",
+        help="default, a long-prefill threshold in tokens, headway (its default aim), headway:AIM_MS, or native:AIM_MS",
     )
     parser.add_argument("--long-tokens", type=int, default=32768)
     parser.add_argument("--dtype", default="bfloat16", help="float32 where the processor emulates bfloat16")
@@ -61,8 +61,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True)
     a = parser.parse_args()
     for run in a.runs.split(","):
-        if not re.fullmatch(r"default|\d+|(headway|native):\d+(\.\d+)?", run):
-            parser.error(f"--runs: {run!r} is none of default, TOKENS, headway:AIM_MS, native:AIM_MS")
+        if not re.fullmatch(r"default|\d+|headway|(headway|native):\d+(\.\d+)?", run):
+            parser.error(f"--runs: {run!r} is none of default, TOKENS, headway, headway:AIM_MS, native:AIM_MS")
     if a.turns and "native" in a.runs:
         parser.error("--turns measures vLLM's servers: leave the native runs away")
     check_picture(a.plot)

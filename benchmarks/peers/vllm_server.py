@@ -20,11 +20,12 @@ from headway.core.machine import free_port
 
 
 def flags_of(run: str) -> list[str]:
-    """vLLM's arguments for a run: `default`, a threshold in tokens (`512`), or `headway:AIM_MS`."""
+    """vLLM's arguments for a run: `default`, a threshold in tokens (`512`), `headway`, or `headway:AIM_MS`."""
     if run == "default":
         return []
-    if run.startswith("headway:"):
-        settings = {"headway": {"t_target_ms": float(run.removeprefix("headway:"))}}
+    kind, _, aim = run.partition(":")
+    if kind == "headway":
+        settings = {"headway": {"t_target_ms": float(aim)} if aim else {}}
         return [
             "--scheduler-cls", "headway.vllm.Scheduler", "--middleware", "headway.vllm.SloMiddleware",
             "--additional-config", json.dumps(settings),
