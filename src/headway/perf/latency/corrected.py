@@ -157,6 +157,9 @@ class CorrectedLatency(LatencyModel):
         # Standard RLS with forgetting factor: gain = P x / (lambda + x' P x), P = (P - gain x' P) / lambda.
         gain = px / (_FORGET + float(x @ px))
         self.scales = np.clip(self.scales + gain * error * self._unit, *self._bounds)
+        # Changes count relative to a scale that has grown far: one that is to become 80 is found in some ten iterations,
+        # not in hundreds.
+        self._unit = np.where(self.scales > _FAR * self._unit, self.scales, self._unit)
         self._p = (self._p - np.outer(gain, px)) / _FORGET
         # Bound the covariance: it grows in directions that no batch excites; one sample would then override a scale.
         trace = float(np.trace(self._p))
