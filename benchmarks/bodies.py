@@ -100,11 +100,11 @@ def main() -> None:
                 one = connection(server.url, timeout=2.0)
                 try:
                     one.request("POST", path, content)
-                    found = one.getresponse()
-                    answer: object = found.status
-                    if path == "/v1/contexts" and found.status < 300:
+                    response = one.getresponse()
+                    answer: object = response.status
+                    if path == "/v1/contexts" and response.status < 300:
                         # A document that is prepared goes on for long after its answer.
-                        one.request("DELETE", f"{path}/{json.loads(found.read())['id']}")
+                        one.request("DELETE", f"{path}/{json.loads(response.read())['id']}")
                 except OSError as error:
                     answer = error
                 finally:

@@ -2,8 +2,8 @@
 run.
 
 Four scales (fixed cost, rows, decode attention, chunk attention) multiply a base model's terms and follow measurements
-by recursive least squares with forgetting. A server that starts on a rough profile sizes its chunks correctly after
-some dozens of iterations, and follows a host that slows down. The fixed cost has its own scale because small iterations
+by recursive least squares with forgetting. A server that starts on a guess sizes its chunks correctly after some dozens
+of iterations, and follows a host that slows down. The fixed cost has its own scale because small iterations
 after a pause are slow while large ones are not. Deterministic: the same observations in the same order give the same
 scales, so a recorded run replays exactly.
 """
@@ -24,13 +24,20 @@ from headway.perf.latency.table import FurtherPrompts, TableLatency, TableSource
 
 # Weight of an observation after each further one: a memory of about 200 iterations.
 _FORGET = 0.995
+# The same for a rough model: about 20, since it is to be right soon.
+_FORGET_ROUGH = 0.9
 # Bounds of every scale.
 FLOOR, CEILING = 0.05, 20.0
 _ROUGH = 50.0
 """Rough models may be off by so many times more: a processor's rates may have been measured while others used it."""
-_EARLY, _FAR = 2, 3.0
-"""So many first prefills multiply the scales of rows and chunks of a rough model, where these are off by more, by one
-factor: then the machine's speed is wrong. Learned one by one from so far away they take hundreds of iterations."""
+_ROUGH_FIXED, _ROUGH_SPEED, _ROUGH_SHARE = 3000.0, 10.0, 1.0
+"""Prior variances of a rough model's scales. A surprise is first put down to the fixed cost: threads that wait for each
+other cost every iteration the same, and then long chunks are chosen, which tell. Chunks that are small because a token
+is thought dear all take equally long, and nothing would be learned. Then to the speed, which rows, decodes and chunks
+have in common; last to what one of them has alone."""
+_FAR = 3.0
+"""Changes of a scale that has grown by so much count relative to it: one that is to become 80 is found in some ten
+iterations, not in hundreds."""
 _ENOUGH = 0.5
 """Sum of squared shares of remembered iterations from which on a term's own scale is used. A term of 2% of each
 iteration would be learned from the others' noise, and then multiply iterations that consist of it."""
@@ -65,12 +72,14 @@ class CorrectedLatency(LatencyModel):
         self.confidence = confidence
         self.scales = np.ones(4)
         prior = 1.0 / max(confidence, 1e-6)
-        # Covariance of the scales (RLS); `observe` bounds its trace.
+        # Covariance of the scales (RLS).
         self._p = np.eye(4) * prior
+        if self.rough:
+            self._p = np.diag([_ROUGH_FIXED, _ROUGH_SHARE, _ROUGH_SHARE, _ROUGH_SHARE])
+            self._p[1:, 1:] += _ROUGH_SPEED
         self._most_trace = max(1.0, 4.0 * prior)
         reach = _ROUGH if self.rough else 1.0
         self._bounds = FLOOR / reach, CEILING * reach
-        self._early = _EARLY if self.rough else 0
         # What a change of each scale counts relative to.
         self._unit = np.ones(4)
         # An iteration of one row is all fixed cost: token_s(0, 0) would leave out reading the weights.
@@ -146,25 +155,38 @@ class CorrectedLatency(LatencyModel):
         predicted = float(x @ self.scales)
         if not (predicted > 0.0 and measured_s > 0.0):  # a NaN would stay for ever
             return
-        if self._early and load.chunk_s > 0.0:
-            predicted += self._match_speed(x, predicted, measured_s)
-            self._early -= 1
+        faster = OUTLIER * measured_s / predicted
+        if self.rough and faster < 1.0:
+            # No term can take longer than all took: the machine is faster, at everything.
+            self._unit = self._unit * faster
+            self.scales = self.scales * faster
+            predicted *= faster
         terms, took_s = x, measured_s
         measured_s = min(measured_s, OUTLIER * predicted)
         # Relative residuals: a 1 ms decode step counts as much as a 50 ms chunk.
         x, error = x * self._unit / predicted, measured_s / predicted - 1.0
+        if error < 0.0:
+            # A scale that cannot fall further leaves the error to the others.
+            x = np.where(self.scales > self._bounds[0], x, 0.0)
         px = self._p @ x
-        # Standard RLS with forgetting factor: gain = P x / (lambda + x' P x), P = (P - gain x' P) / lambda.
-        gain = px / (_FORGET + float(x @ px))
+        known = float(x @ px)
+        if known <= 0.0:
+            return
+        gain = px / ((1.0 if self.rough else _FORGET) + known)
         self.scales = np.clip(self.scales + gain * error * self._unit, *self._bounds)
-        # Changes count relative to a scale that has grown far: one that is to become 80 is found in some ten iterations,
-        # not in hundreds.
-        self._unit = np.where(self.scales > _FAR * self._unit, self.scales, self._unit)
-        self._p = (self._p - np.outer(gain, px)) / _FORGET
-        # Bound the covariance: it grows in directions that no batch excites; one sample would then override a scale.
-        trace = float(np.trace(self._p))
-        if trace > self._most_trace:
-            self._p *= self._most_trace / trace
+        if self.rough:
+            self._unit = np.where(self.scales > _FAR * self._unit, self.scales, self._unit)
+            # What a batch does not excite is not forgotten (Kulhavy 1987): the machine's speed stays as it was learned
+            # while iterations of one kind follow each other.
+            weight = _FORGET_ROUGH - (1.0 - _FORGET_ROUGH) / known
+            self._p -= np.outer(px, px) * (weight / (1.0 + weight * known))
+        else:
+            # Standard RLS with forgetting factor: gain = P x / (lambda + x' P x), P = (P - gain x' P) / lambda.
+            self._p = (self._p - np.outer(gain, px)) / _FORGET
+            # Bound the covariance: it grows where no batch excites it, and one sample would then override a scale.
+            trace = float(np.trace(self._p))
+            if trace > self._most_trace:
+                self._p *= self._most_trace / trace
         self._k_fixed, self._k_rows, self._k_decode, self._k_chunk = (float(s) for s in self._used(terms, took_s))
 
     def _used(self, terms: npt.NDArray[np.float64], took_s: float) -> npt.NDArray[np.float64]:
@@ -182,22 +204,6 @@ class CorrectedLatency(LatencyModel):
         self._learned = common + (self.scales - common) * np.minimum(self._seen / _ENOUGH, 1.0)
         better = self._observed <= _JUDGED or bool(self._missed[0] <= self._missed[1])
         return self._learned if better else np.ones(4)
-
-    def _match_speed(self, x: npt.NDArray[np.float64], predicted: float, measured_s: float) -> float:
-        """Multiply the scales of rows and chunks by one factor if they are far off. Return the change of `predicted`.
-
-        `x`: `load_terms` of the iteration."""
-        work_s = float(x[1] * self.scales[1] + x[3] * self.scales[3])
-        # What is left beside the fixed cost, which may be wrong too.
-        left_s = max(measured_s - (predicted - work_s), 0.1 * measured_s)
-        speed = left_s / work_s
-        # The first one may be an exception that took long: the second one undoes it, and is not followed upwards.
-        if speed >= 1 / _FAR and (speed <= _FAR or self._early < _EARLY):
-            return 0.0
-        factor = np.array([1.0, speed, 1.0, speed])
-        self._unit = self._unit * factor
-        self.scales = self.scales * factor
-        return left_s - work_s
 
 
 def describe(model: LatencyModel) -> dict[str, Any] | None:

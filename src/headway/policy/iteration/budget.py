@@ -23,9 +23,6 @@ LONGEST_AIM_S = 0.2
 """Longest default aim, seconds, however much a longer chunk would gain."""
 DECODE_EFFICIENCY = 0.8
 """Share of the best tokens per second that the default target between two tokens gives a prefill."""
-LEAST_EFFICIENCY = 0.7
-"""The same for a chunk that takes `LONGEST_AIM_S`: on a slow machine, or deep in a long prompt, readers wait longer
-rather than that a prompt takes much longer than it must."""
 NEWCOMER_EFFICIENCY = 0.85
 """The same while nothing decodes, or decodes are ahead of their due times: only a newcomer would wait."""
 ALONE_EFFICIENCY = 0.98
@@ -77,22 +74,14 @@ class EfficientChunks:
         return aim
 
     def least_tokens(self, context: int) -> int:
-        """Return the smallest chunk whose rate alone is `DECODE_EFFICIENCY` of the best at a context, in tokens; or the
-        largest that takes `LONGEST_AIM_S` alone, where that is smaller and its rate is `LEAST_EFFICIENCY` of the best.
-        """
+        """Return the smallest chunk whose rate alone is `DECODE_EFFICIENCY` of the best at a context, in tokens."""
         bucket = max(context, _LEAST_CONTEXT).bit_length()
         least = self._least.get(bucket)
         if least is None:
             points = self._points_of(bucket)
-            best = max(rate for rate, _ in points)
-            efficient, tolerable = (
-                next(i for i, (rate, _) in enumerate(points) if rate >= share * best)
-                for share in (DECODE_EFFICIENCY, LEAST_EFFICIENCY)
-            )
-            # Readers would notice more, however slow the machine is. Contexts of a bucket reach up to the next one.
-            deeper = self._points_of(bucket + 1)
-            bounded = max((i for i, (_, seconds) in enumerate(deeper) if seconds <= LONGEST_AIM_S), default=0)
-            least = self._least[bucket] = self._sizes[max(min(efficient, bounded), tolerable)]
+            enough = DECODE_EFFICIENCY * max(rate for rate, _ in points)
+            first = next(i for i, (rate, _) in enumerate(points) if rate >= enough)
+            least = self._least[bucket] = self._sizes[first]
         return least
 
     def alone_s(self, context: int) -> float:

@@ -42,6 +42,9 @@ _LAST: Final = 1 << 62
 """An order of arrival behind all others."""
 BACKGROUND_GAIN: Final = 2.0
 """An iteration of a background request may take so many times what one of its tokens takes."""
+TRIED_EVERY: Final = 8
+"""Every so many chunks that a rough model has cut, one is twice as long: chunks of one size do not tell what a token
+costs."""
 
 
 class RemoteCost(NamedTuple):
@@ -105,6 +108,8 @@ class IterationPolicy:
         self._advanced = 0
         # The prefill that was cut last: the length of efficient chunks depends on its context.
         self._cut: PrefillState | None = None
+        # Chunks that were cut by a rough model.
+        self._guessed = 0
 
     # -- the decision -------------------------------------------------------------------------------------------
 
@@ -175,7 +180,7 @@ class IterationPolicy:
         ask = self._ask(state, fill, now)
         if ask is None:
             return
-        tokens, attention_s = fill.size(ask)
+        tokens, attention_s = self._size(ask, fill)
         if fill.completing and tokens < state.remaining and self._gives_way(state, fill, tokens, attention_s):
             return
         if tokens <= 0:
@@ -196,6 +201,16 @@ class IterationPolicy:
             fill.completing += 1
         if medha is not None:
             medha.has_long |= state.medha_size == LONG
+
+    def _size(self, ask: ChunkRequest, fill: IterationFill) -> tuple[int, float]:
+        """Return (tokens, seconds of their attention) of a request; some chunks of a rough model are tried twice as
+        long."""
+        tokens, attention_s = fill.size(ask)
+        if self.latency.rough and ask.efficient and 0 < tokens < ask.remaining:
+            self._guessed += 1
+            if self._guessed % TRIED_EVERY == 0:
+                return fill.longer(ask, tokens)
+        return tokens, attention_s
 
     def _gives_way(self, state: PrefillState, fill: IterationFill, tokens: int, attention_s: float) -> bool:
         """Whether a chunk that does not complete its prompt is left out, for the prompts that this iteration completes.

@@ -149,6 +149,11 @@ class IterationFill:
                 return fewer, model.attention_s(past, fewer)
         return tokens, attention_s
 
+    def longer(self, ask: ChunkRequest, tokens: int) -> tuple[int, float]:
+        """Return (tokens, seconds of their attention) of a chunk of twice so many tokens, where there are as many."""
+        twice = max(min(2 * tokens, ask.remaining, self.room), tokens)
+        return twice, (self._model or beside_prompts(self._latency, self.load)).attention_s(ask.past, twice)
+
     def add(self, request_id: str, tokens: int, attention_s: float, past: int) -> None:
         """Add a chunk to the iteration."""
         self.first = False
