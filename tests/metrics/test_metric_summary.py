@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.sim.metrics import SCHEMA, RequestRecord, SloTargets, percentile_name, percentiles, quantile, summarise
+from headway.sim.metrics import (
+    SCHEMA,
+    RequestRecord,
+    SloTargets,
+    percentile_name,
+    percentiles,
+    quantile,
+    slowest,
+    summarise,
+)
+from headway.sim.report.tables import slowest_line
 
 
 def record(number: int, klass: str, ttft: float, **changes: object) -> RequestRecord:
@@ -57,6 +67,18 @@ def test_no_records_give_an_empty_summary() -> None:
 
 def test_a_window_replaces_the_observed_duration() -> None:
     assert summarise([record(0, "a", 0.1)], duration_s=10).to_json()["request_throughput_rps"] == 0.1
+
+
+def test_the_slowest_request_is_one_without_a_first_token_where_it_has_waited_longer() -> None:
+    waits, failed = record(2, "long", 0.0, token_s=()), record(1, "short", 0.0, token_s=(), error="HTTP 429: full")
+    records = [record(0, "short", 3.0), waits, failed]
+    assert (slowest(records) or {})["id"] == "0"
+    assert (slowest(records, 4.0) or {})["id"] == "0"
+    late = slowest(records, 12.0)
+    assert late is not None
+    assert (late["id"], late["ttft_s"], late["waited_s"]) == ("2", None, 10.0)
+    assert slowest_line(late, "--log e.jsonl").splitlines()[1] == "  no first token in 10.0 s"
+    assert slowest([failed], 12.0) is None
 
 
 def test_percentiles_are_type_seven_of_the_values_that_there_are() -> None:

@@ -320,10 +320,20 @@ def summarise(
     )
 
 
-def slowest(records: Iterable[RequestRecord]) -> dict[str, Any] | None:
-    """Return what is told of the request whose first token took longest, as plain data; None without a first token."""
-    late = max((r for r in records if r.token_s), key=lambda r: (ttft_s(r) or 0.0, r.id), default=None)
+def slowest(records: Iterable[RequestRecord], end_s: float | None = None) -> dict[str, Any] | None:
+    """Return what is told of the request whose first token took longest, as plain data; None without any.
+
+    end_s: when the run was cut off, on the records' clock; a request without a first token has then waited until there.
+    """
+
+    def waited(record: RequestRecord) -> float:
+        first = ttft_s(record)
+        if first is not None:
+            return first
+        return -1.0 if end_s is None or record.error is not None else end_s - record.arrival_s
+
+    late = max((r for r in records if waited(r) >= 0.0), key=lambda r: (waited(r), r.id), default=None)
     if late is None:
         return None
     return {"id": late.id, "class": late.klass, "prompt_tokens": late.prompt_tokens, "ttft_s": ttft_s(late),
-            "queueing_s": queueing_s(late)}  # fmt: skip
+            "waited_s": waited(late), "queueing_s": queueing_s(late)}  # fmt: skip

@@ -285,7 +285,7 @@ def run_json(result: SimResult, seed: int) -> dict[str, Any]:
         jct_s = sum(r.finish_s - r.arrival_s for r in result.records if r.finish_s is not None)
         use["scheduling_s"] = decided_s
         use["scheduling_share_of_jct"] = decided_s / jct_s if jct_s else None
-    return {"seed": seed, **body, "use": use, "slowest": slowest(result.records)}
+    return {"seed": seed, **body, "use": use, "slowest": slowest(result.records, result.duration_s)}
 
 
 def point_json(at: Mapping[str, Any], runs: Sequence[dict[str, Any]], why: str | None = None) -> dict[str, Any]:

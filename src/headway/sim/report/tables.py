@@ -335,11 +335,12 @@ def slowest_line(one: Mapping[str, Any], how: str, at: str = "") -> str:
     """Return the slowest request, and how its first token is explained. how: options of `headway why`; "": there
     is no log to explain it from. at: the point of a sweep."""
     what = f"{one['class']} " if one["class"] else ""
-    size, wait = tokens(one["prompt_tokens"]), duration(one["ttft_s"])
-    lines = [f"slowest{at}: {what}{one['id']}, {size} prompt tokens:", f"  first token after {wait}"]
+    wait = duration(one["waited_s"])
+    words = f"first token after {wait}" if one["ttft_s"] is not None else f"no first token in {wait}"
     if one["queueing_s"] is not None:
-        early, late = duration(one["queueing_s"]), duration(max(0.0, one["ttft_s"] - one["queueing_s"]))
-        lines[1] += f": {early} before its first chunk, {late} from there"
+        early, late = duration(one["queueing_s"]), duration(max(0.0, one["waited_s"] - one["queueing_s"]))
+        words += f": {early} before its first chunk, {late} from there"
+    lines = [f"slowest{at}: {what}{one['id']}, {tokens(one['prompt_tokens'])} prompt tokens:", f"  {words}"]
     # Not wrapped, so that it can be copied.
     return "\n".join([*lines, *([f"  headway why {one['id']} {how}"] if how else [])])
 
