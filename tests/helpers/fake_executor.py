@@ -7,7 +7,6 @@ life, inside the request's blocks, nothing after `forget`), and answers batches 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +17,6 @@ from headway.core.request import SamplingParams
 from headway.kv.allocator import BlockTables
 
 VOCAB = 1000
-NextToken = Callable[[list[int], int], int]
 
 
 def next_token(total: int, position: int) -> int:

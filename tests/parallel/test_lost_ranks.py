@@ -1,4 +1,7 @@
-"""What the executor makes of ranks that say nothing, or too little. The wire does as it is told; no processes."""
+"""What the executor makes of ranks that say nothing, or too little. The wire does as it is told; no processes.
+
+What becomes of requests when ranks are lost and start again: `test_worker_failures`.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,13 @@ from hypothesis import strategies as st
 from tests.parallel.rank_serving import make_core
 
 from headway.core.batch import Batch, Chunk, DecodeGroup, GroupBatch, KvOp
-from headway.core.errors import ConfigError, LostError
 from headway.core.request import SamplingParams
 from headway.perf.hardware import ParallelLayout
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.liveness import HeartbeatMonitor, IterationDeadline
 from headway.runtime.engine.protocol import SubmitRequest
 from headway.runtime.executor.multi_process import MultiProcessExecutor
-from headway.runtime.executor.plans import BatchPlan, Frame, FromRank, LoadedRank, PlanDone, RankLostError, ToRank
+from headway.runtime.executor.plans import Frame, FromRank, LoadedRank, PlanDone, RankLostError, ToRank
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
@@ -76,15 +78,16 @@ def begin(
     executor = MultiProcessExecutor(wire, ParallelLayout(stages=2), rewire, IterationDeadline(limit_s, 20.0))
     core = make_core(executor, stages=2)
     ask(core, "a")
+    # However slow this machine is, nobody is late yet.
+    wire.busy = True
     core.step(0.0)
+    wire.busy = False
     return wire, executor, core
 
 
-def ask(core: EngineCore, name: str, output: tuple[int, ...] = ()) -> None:
+def ask(core: EngineCore, name: str) -> None:
     params = SamplingParams(max_tokens=8, repetition_penalty=1.1)
-    submit = SubmitRequest(
-        id=name, prompt_tokens=5, params=params, received_s=0.0, resubmitted=bool(output), output=output
-    )
+    submit = SubmitRequest(id=name, prompt_tokens=5, params=params, received_s=0.0)
     assert core.submit(submit, memoryview(np.arange(3, 8, dtype=np.int32).tobytes())) is None
 
 
@@ -97,26 +100,6 @@ def test_a_failed_send_is_raised_with_the_next_result_and_nowhere_else() -> None
     for _ in range(2):
         with pytest.raises(RankLostError, match="worker 1 cannot be reached"):
             executor.result(0.0)
-
-
-def test_new_ranks_get_every_request_with_its_output() -> None:
-    fresh = ScriptedWire()
-    wire, _, core = begin(lambda: fresh)
-    ask(core, "told before", (9, 8, 7))
-    wire.broken = {0, 1}
-    ask(core, "while it is lost")
-    core.step(0.0)
-    assert (wire.killed, core.recovering) == (1, True)
-    ask(core, "while they start")
-    while core.recovering:
-        core.step(0.01)
-    admitted = fresh.kinds(SubmitRequest)
-    assert [(rank, int(one.id), one.output) for rank, one in admitted] == [
-        (rank, number, (9, 8, 7) if number == 2 else ()) for number in (1, 2, 3, 4) for rank in (0, 1)
-    ]
-    plans = fresh.kinds(BatchPlan)
-    assert [(rank, plan.seq) for rank, plan in plans] == [(0, 1), (1, 1)]
-    assert {chunk[1] for chunk in plans[0][1].chunks} == {0}, "everything is computed from its first token"
 
 
 def test_a_rank_whose_report_was_lost_is_lost() -> None:
@@ -154,38 +137,6 @@ def test_a_group_that_waits_for_another_in_a_batch_is_not_late() -> None:
     wire.says.append((0, PlanDone(1)))
     with pytest.raises(RankLostError, match=r"worker 1 has carried out nothing"):
         executor.result(5.0)
-
-
-def test_without_a_restart_the_loss_of_ranks_is_final() -> None:
-    wire, _, core = begin()
-    wire.broken = {0}
-    ask(core, "b")
-    with pytest.raises(LostError, match="cannot be reached"):
-        core.step(0.0)
-
-
-def test_a_restart_that_fails_is_a_loss_too_and_may_be_tried_again() -> None:
-    fresh = ScriptedWire()
-    attempts: list[int] = []
-
-    def starts() -> bool:
-        attempts.append(1)
-        if len(attempts) == 1:
-            raise ConfigError("worker 0 has ended with signal 9 (SIGKILL) while starting")
-        return True
-
-    def rewire() -> ScriptedWire:
-        fresh.starts = starts
-        return fresh
-
-    wire, _, core = begin(rewire)
-    wire.broken = {0}
-    ask(core, "b")
-    core.step(0.0)
-    while core.recovering:
-        core.step(0.01)
-    assert (len(attempts), core.stats().recoveries_total) == (2, 2)
-    assert len(fresh.kinds(SubmitRequest)) == 4
 
 
 def test_closing_while_new_ranks_start_leaves_none_behind() -> None:

@@ -78,7 +78,7 @@ def test_a_rank_out_of_memory_reports_it(llama: Path) -> None:
 
 
 ENGINE = """
-import sys, time
+import signal, sys
 from pathlib import Path
 from headway.runtime.executor.multi_process import ProcessTransport
 from tests.parallel.rank_processes import make_rank_config

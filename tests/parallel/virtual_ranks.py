@@ -29,7 +29,6 @@ class Exchange:
     """What virtual links share: one meeting point a stage, one queue a pair of ranks and kind."""
 
     def __init__(self, layout: ParallelLayout) -> None:
-        self._layout = layout
         self._meetings = {(p.group, p.stage): threading.Barrier(layout.tp) for p in places(layout)}
         self._tables: dict[tuple[int, int], list[Tensor | None]] = {key: [None] * layout.tp for key in self._meetings}
         self._queues: dict[tuple[int, int, str], queue.Queue[Any]] = {}
@@ -194,9 +193,8 @@ class VirtualWorld:
     """All ranks of a layout over one checkpoint, and the executor over them. A context manager."""
 
     def __init__(
-        self, folder: Path, layout: ParallelLayout, kv_blocks: int = 64, block_tokens: int = 8, dtype: str = "float32",
-        eos: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
+        self, folder: Path, layout: ParallelLayout, kv_blocks: int = 64, block_tokens: int = 8, dtype: str = "float32"
+    ) -> None:
         self.wire = VirtualWire(layout.accelerators)
         exchange = Exchange(layout)
         self.workers: list[ModelWorker] = []
@@ -206,7 +204,7 @@ class VirtualWorld:
             decoder = load_decoder(folder, dtype, shard=place.shard, group=group)
             if layout.kvp > 1:
                 decoder.backend = GroupAttention(decoder.backend, links, decoder.config.q_heads)
-            self.workers.append(ModelWorker(decoder, kv_blocks, block_tokens, eos, links))
+            self.workers.append(ModelWorker(decoder, kv_blocks, block_tokens, (), links))
         self.exchange = exchange
         self.threads = [threading.Thread(target=self._serve, args=(p,), daemon=True) for p in places(layout)]
         self.wire.on_close = self._join

@@ -234,8 +234,8 @@ async def go(seeds: range, beside: int = 32) -> dict[str, int]:
     return total
 
 
-SEEDS = 120
-LONG = 30
+SEEDS = 60
+LONG = 60
 """Times as many."""
 
 

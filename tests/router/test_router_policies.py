@@ -1,13 +1,13 @@
-"""The router over instances that keep books of KV: every policy, every answer whole, nothing left behind.
-
-What instances and clients that go at any time change: `test_router_fuzz`.
-"""
+"""The router over instances that keep books of KV: every policy, every answer whole, nothing left behind."""
 
 from __future__ import annotations
 
 import asyncio
 
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from tests.helpers.polling import run_ready_tasks
 from tests.router import virtual_time
 from tests.router.cluster_clients import ask, prompt, running
 from tests.router.fake_instances import FakeCluster, answer
@@ -76,3 +76,42 @@ async def test_every_policy_answers_long_and_short_requests(
             assert any(len(message.run.group) == 2 for message in fake.said(ComputeSpan))
         if roles is APART and placement != "fifo":
             assert {message.to for message in fake.said(SendKv)} >= {2}
+
+
+@pytest.mark.parametrize(("placement", "roles", "options"), WAYS, ids=[f"{p}-{r[0]}-{len(o)}" for p, r, o in WAYS])
+@settings(max_examples=5, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(
+    kills=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 25)), min_size=1, max_size=5),
+    leaves=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 25)), max_size=3),
+)
+def test_no_answer_is_lost_or_changed_when_instances_die_or_leave(
+    placement: str,
+    roles: tuple[Role, ...],
+    options: dict[str, object],
+    kills: list[tuple[int, int]],
+    leaves: list[tuple[int, int]],
+) -> None:
+    async def run() -> None:
+        fake = FakeCluster(run_s=0.002, token_s=0.0005, send_s=0.001)
+        name, _, in_place = placement.partition("-in-")
+        async with running(fake, roles, name, options, bool(in_place)) as client:
+            prompts = [prompt(seed, length) for seed, length in enumerate((400, 20, 150, 3, 333, 60, 500, 99, 1))]
+            asks = []
+            for seed, ids in enumerate(prompts):
+                asks.append(asyncio.create_task(ask(client, f"r{seed}", ids, 8)))
+                await run_ready_tasks(1)
+            for at in range(26):
+                for number, when in kills:
+                    if when == at:
+                        fake.kill(number)
+                for number, when in leaves:
+                    if when == at:
+                        asks[number].cancel()
+                await virtual_time.pause(0.001)
+            answers = await asyncio.wait_for(asyncio.gather(*asks, return_exceptions=True), 20)
+            left = {number for number, _ in leaves}
+            for number, (said, ids) in enumerate(zip(answers, prompts, strict=True)):
+                if number not in left:
+                    assert said == answer(ids, 8)
+
+    virtual_time.run(run())
