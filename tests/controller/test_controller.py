@@ -223,3 +223,27 @@ def test_group_ends_when_one_instance_is_lost_and_frees_the_others(quiet: Quiet)
     # new instances get the next id, also after losses
     assert controller.cluster.by_node[7] == (6,)
     assert RequestPrefilled not in {type(event) for event in told.heard}
+
+
+def test_decodes_overtake_a_span_without_room_in_the_order_in_which_they_were_computed(quiet: Quiet) -> None:
+    """Only their end frees blocks. That none waits for ever where blocks are few: `test_kv_room`."""
+    chaos, _, act = quiet
+    controller = chaos.controller
+    controller.arrive(Request(id="c", arrival_s=0.0, prompt_tokens=100, max_output_tokens=3), 0.0)
+    for name in ("a", "b", "c"):
+        act(CommitSpans(name, (span(chaos, name, (0, 1)),), controller.cluster.version))
+    chaos.fits = lambda entry: entry.owner != "c"  # type: ignore[method-assign]
+    controller.span_done(controller.requests["a"].entries[0], 1.0)
+    act(EnqueueRequest("a", (0, 1), "decode"))
+    assert not chaos.stays, "while there is room spans go in their order"
+    controller.span_done(controller.requests["b"].entries[0], 2.0)
+    act(EnqueueRequest("b", (0, 1), "decode"))
+    assert list(chaos.stays) == ["a", "b"]
+    assert not any(controller.queues.running)
+    chaos.fits = lambda entry: True  # type: ignore[method-assign]
+    chaos.stays.clear()
+    for name in ("a", "b"):
+        controller.left_scheduler(controller.requests[name], 3, True, 3.0)
+    controller.settle(3.0)
+    check(controller)
+    assert controller.queues.running[0] is controller.requests["c"].entries[0]
