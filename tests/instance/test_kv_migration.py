@@ -18,10 +18,10 @@ from tests.instance.hand_overs import (
     send,
     submit,
 )
-from tests.instance.instance_world import Part, World
+from tests.instance.instance_world import TOKEN_BYTES, Part, World
 from tests.instance.span_answers import Expected, check_answer, prompt_of
 
-from headway.runtime.engine.protocol import KvArrived, OutputDelta, ReserveKv, SendKv, SpanTaskLost
+from headway.runtime.engine.protocol import AbortRequest, KvArrived, OutputDelta, ReserveKv, SendKv, SpanTaskLost
 
 
 def test_a_prefill_is_staged_and_handed_over(trio: World, expected: Expected) -> None:
@@ -214,3 +214,32 @@ def test_many_migrations_run_at_once(trio: World, expected: Expected) -> None:
     for name, prompt in names.items():
         check_answer([firsts[name], *trio[2].deltas[name]], *expected(prompt, 6))
     end(trio)
+
+
+def test_crossing_reservations_cause_no_deadlock(checkpoint: Path, expected: Expected) -> None:
+    """They wait for ever; when one lets go of its KV, the other goes on."""
+    world = World(checkpoint, 2, kv_cache_bytes=128 * TOKEN_BYTES, max_model_len=128)
+    try:
+        prompts, firsts = {name: prompt_of(90, seed) for seed, name in enumerate("ab")}, {}
+        for at, (name, prompt) in enumerate(prompts.items()):
+            part = Part(90, (at,))
+            world.admit(name, prompt, (0, 1), params(max_tokens=5))
+            world.compute(name, [part], 0)
+            firsts[name] = world.done(name, part).delta
+        world[1].tell(ReserveKv("a", 90))
+        world[0].tell(ReserveKv("b", 90))
+        with pytest.raises(AssertionError, match="has said"):
+            world[1].wait(ReserveKv, "a", 1.0)
+        with pytest.raises(AssertionError, match="has said"):
+            world[0].wait(ReserveKv, "b", 0.2)
+        for one in world.instances:
+            one.tell(AbortRequest("b"))
+        world[1].wait(ReserveKv, "a")
+        send(world, "a", 1, (0,), 0, 90, 1)
+        arrived(world, "a", 1, [(1, 0)])
+        first = firsts["a"]
+        assert first is not None
+        check_answer(rest(world, 1, "a", prompts["a"], first, max_tokens=5), *expected(prompts["a"], 5))
+        end(world, "a")
+    finally:
+        world.close()

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 from tests.helpers.present import present
-from tests.helpers.scheduler_steps import add_request, chunks, make_scheduler, step
 from tests.helpers.unit_latency import Linear
+from tests.scheduling.scheduler_steps import add_request, chunks, make_scheduler, step
 
 from headway.core.batch import RequestProgress
 from headway.core.errors import InvariantError, RequestError

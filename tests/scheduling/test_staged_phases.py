@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 from tests.helpers.present import present
-from tests.helpers.scheduler_steps import add_request, chunks, make_scheduler, step
 from tests.helpers.unit_latency import small_machine
+from tests.scheduling.scheduler_steps import add_request, chunks, make_scheduler, step
 
 from headway.core.batch import Batch, KvOp, RequestProgress
 from headway.core.errors import RequestError

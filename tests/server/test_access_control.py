@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 from tests.helpers.asgi_driver import Caller
-from tests.helpers.fake_cluster import FakeCluster
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.polling import eventually
+from tests.server.fake_cluster import FakeClusterEngine
 
 from headway.core.errors import ConfigError
 from headway.serving.settings import ServerSettings
@@ -28,7 +28,7 @@ def bearer(key: str) -> dict[str, str]:
 
 @pytest.fixture
 def engine(request: pytest.FixtureRequest) -> FakeEngine:
-    return FakeCluster() if "cluster" in request.node.name else FakeEngine()
+    return FakeClusterEngine() if "cluster" in request.node.name else FakeEngine()
 
 
 @pytest.mark.parametrize(("method", "path"), [JOIN, LIST, ("DELETE", "/v1/cluster/instances/1")])

@@ -6,18 +6,18 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.helpers.fake_cluster import FakeCluster
 from tests.helpers.fake_engine import FakeEngine
+from tests.server.fake_cluster import FakeClusterEngine
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def engine() -> FakeCluster:
-    return FakeCluster()
+def engine() -> FakeClusterEngine:
+    return FakeClusterEngine()
 
 
-async def test_instances_are_listed_join_and_leave(connect: Any, engine: FakeCluster) -> None:
+async def test_instances_are_listed_join_and_leave(connect: Any, engine: FakeClusterEngine) -> None:
     async with connect() as client:
         listed = (await client.get("/v1/cluster")).json()
         assert (listed["schema"], listed["transfers"]) == ("headway.cluster/1", 2)
@@ -51,7 +51,7 @@ async def test_a_join_body_without_a_valid_pool_is_refused(connect: Any) -> None
             assert answer.json()["error"]["message"]
 
 
-async def test_improvement_rates_are_replaced_while_the_cluster_serves(connect: Any, engine: FakeCluster) -> None:
+async def test_improvement_rates_are_replaced_while_the_cluster_serves(connect: Any, engine: FakeClusterEngine) -> None:
     async with connect() as client:
         answer = await client.put("/v1/cluster/rates", json={"points": [[0.5, 0.1], [2.0, 0.4]], "source": "tonight"})
         assert answer.status_code == 200

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.cli.refusals import refusal
 from tests.helpers.cluster_worlds import cluster, lines_into
-from tests.helpers.fake_cluster import FakeCluster
+from tests.server.fake_cluster import FakeClusterEngine
 
 from headway.cli.main import main
 from headway.core.errors import ConfigError
@@ -53,7 +53,7 @@ def words(tmp_path: Path) -> list[str]:
 def test_rates_are_sent_again_and_again_once_requests_have_come(
     tmp_path: Path, live: Any, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log, engine, waits = tmp_path / "log", FakeCluster(), list[float]()
+    log, engine, waits = tmp_path / "log", FakeClusterEngine(), list[float]()
     lines = log_lines([777] * 5 + [888] * 12)
     drawn: list[set[str]] = []
     trace_of: Callable[..., Path] = profile_rates._trace_of

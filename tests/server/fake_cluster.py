@@ -20,7 +20,7 @@ def instance(number: int, **fields: Any) -> InstanceReport:
     return InstanceReport(**{**known, **fields})
 
 
-class FakeCluster(FakeEngine):
+class FakeClusterEngine(FakeEngine):
     """Two instances, of which one has failed."""
 
     left: int | None = None
