@@ -1,4 +1,5 @@
-"""`headway cluster` as its users meet it: real engines in their roles, one endpoint, every policy."""
+"""`headway cluster` as its users meet it: members that come and go, floods, bad files. Answers under every policy:
+`test_cluster_answers`."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.helpers.cluster_probe import APART, MIXED, cluster, write
+from tests.helpers.cluster_probe import APART, MIXED, cluster, instances, write
 from tests.helpers.greedy_reference import GreedyReference, prompt_of
-from tests.helpers.http_probe import leave_after_sending, metric, metric_reaches, streamed_ids
+from tests.helpers.http_probe import metric
 from tests.helpers.polling import until
 
 from headway.cli.main import main
@@ -23,63 +24,10 @@ def expected(reference: GreedyReference) -> list[list[int]]:
     return [reference.tokens(prompt, 20) for prompt in PROMPTS]
 
 
-def all_at_once(url: str) -> list[list[int]]:
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        return list(pool.map(lambda p: streamed_ids(url, p, 20, ignore_eos=True), PROMPTS))
-
-
-def cached_tokens(url: str, prompt: list[int]) -> int:
-    body = {"model": httpx.get(f"{url}/v1/models").json()["data"][0]["id"], "prompt": prompt, "max_tokens": 1}
-    usage = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["usage"]
-    return int(usage["prompt_tokens_details"]["cached_tokens"])
-
-
 LONG = pytest.mark.long
-SHORT = {"long_tokens": 500}
-FOLLOWS = {"affinity": True}
-ONE_POOL = {**SHORT, "disaggregate": False, "affinity": True}
-AFFINITY = (FOLLOWS, ONE_POOL)
 
 
-@pytest.mark.parametrize(
-    ("placement", "options", "pools"),
-    [
-        ("pecsched", {**SHORT, "affinity": True}, APART),
-        pytest.param("loongserve in-place", {}, MIXED, marks=LONG),
-        pytest.param("tetris", FOLLOWS, APART, marks=LONG),
-        pytest.param("tetris", FOLLOWS, MIXED, marks=LONG),
-        pytest.param("fifo in-place", SHORT, MIXED, marks=LONG),
-        pytest.param("ladder", {}, APART, marks=LONG),
-        pytest.param("fixed-sp", {"sp": 2}, APART, marks=LONG),
-        pytest.param("context-parallel", {}, APART, marks=LONG),
-        pytest.param("loongserve", {}, APART, marks=LONG),
-        pytest.param("fifo", SHORT, APART, marks=LONG),
-        pytest.param("jsq", FOLLOWS, MIXED, marks=LONG),
-        pytest.param("priority", SHORT, MIXED, marks=LONG),
-        pytest.param("reservation", {**SHORT, "long_sp": 2}, MIXED, marks=LONG),
-        pytest.param("pecsched", ONE_POOL, MIXED, marks=LONG),
-    ],
-)
-def test_greedy_tokens_equal_transformers_with_long_and_short_requests_at_once(
-    tmp_path: Path, llama: Path, expected: list[list[int]], placement: str, options: object, pools: object
-) -> None:
-    name, _, decode = placement.partition(" ")
-    with cluster(write(tmp_path, llama, name, options, pools, decode or "gather")) as running:
-        assert all_at_once(running.url) == expected
-        # Again: instances have cached what they computed and what was handed over to them.
-        hits = metric(running.url, "headway_prefix_cache_hits_total")
-        assert all_at_once(running.url) == expected
-        if pools is MIXED and options in AFFINITY:
-            assert metric(running.url, "headway_prefix_cache_hits_total") > hits + 3000
-            assert cached_tokens(running.url, PROMPTS[6]) > 1900
-        leave_after_sending(running.url, prompt_of(9, 3500), 500)
-        metric_reaches(running.url, "headway_instance_requests_placed", lambda placed: placed == 0)
-        metric_reaches(running.url, "headway_instance_kv_tokens_used", lambda used: used == 0)
-        assert metric(running.url, "headway_instance_up") == 3
-        assert metric(running.url, "headway_instance_restarts_total") == 0
-
-
-@pytest.mark.long
+@LONG
 def test_instances_join_drain_and_leave_while_serving(tmp_path: Path, llama: Path, expected: list[list[int]]) -> None:
     path = write(tmp_path, llama, "fixed-sp", {"sp": 1}, [{"count": 1}])
     key = {"Authorization": "Bearer operator"}
@@ -116,6 +64,32 @@ def test_instances_join_drain_and_leave_while_serving(tmp_path: Path, llama: Pat
         assert ask(PROMPTS[1]) == expected[1]
         assert metric(url, "headway_engine_up") == 1
         assert client.get("/health").json()["engine_restarts"] == 0
+
+
+@LONG
+def test_a_flood_is_answered_or_refused_and_leaves_nothing_behind(
+    tmp_path: Path, short_llama: Path, reference: GreedyReference
+) -> None:
+    prompt, said = prompt_of(7, 600), 12
+    wanted = reference.tokens(prompt, said)
+    path = write(
+        tmp_path, short_llama, "tetris", {"sizes": [1, 2]}, APART, kv_cache_memory="512K", max_queued_requests=4
+    )
+    limits = httpx.Limits(max_connections=60)
+    with cluster(path) as run, httpx.Client(timeout=120, limits=limits) as client, ThreadPoolExecutor(60) as pool:
+        model = client.get(f"{run.url}/v1/models").json()["data"][0]["id"]
+        body = {"model": model, "prompt": prompt, "max_tokens": said, "temperature": 0, "return_token_ids": True}
+        body["ignore_eos"] = True
+        sent = [pool.submit(client.post, f"{run.url}/v1/completions", json=body) for _ in range(60)]
+        answers = [each.result() for each in sent]
+        refused = [answer for answer in answers if answer.status_code != 200]
+        assert len(answers) - len(refused) >= 12, "as many may wait as all instances together hold"
+        assert refused
+        assert all(answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1 for answer in refused)
+        for answer in answers:
+            if answer.status_code == 200:
+                assert answer.json()["choices"][0]["token_ids"] == wanted
+        until(lambda: not any(each["kv_tokens_used"] or each["placed"] for each in instances(run.url)))
 
 
 @pytest.mark.parametrize(

@@ -177,21 +177,6 @@ def test_a_dead_engine_without_restarts_fails_all_waiting_clients(llama: Path) -
         assert refused.status_code in (404, 503)
 
 
-@LONG
-def test_a_flood_beyond_the_queue_limit_is_refused_with_retry_after(llama: Path) -> None:
-    arguments = [str(llama), "--max-num-seqs", "1", "--max-queued-requests", "2"]
-    with ServerProcess(arguments) as running:
-        body = {"model": model_of(running.url), "prompt": prompt_of(1, 500), "max_tokens": 300, "ignore_eos": True}
-        with ThreadPoolExecutor(12) as pool:
-            sent = [pool.submit(httpx.post, f"{running.url}/v1/completions", json=body, timeout=60) for _ in range(12)]
-            answers = [future.result() for future in sent]
-        statuses = [answer.status_code for answer in answers]
-        assert statuses.count(200) >= 3
-        refused = [answer for answer in answers if answer.status_code != 200]
-        assert refused
-        assert all(answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1 for answer in refused)
-
-
 def test_the_embedded_model_answers_with_the_passkey_it_was_shown() -> None:
     with ServerProcess([]) as running:
         text = "import os\n" * 40 + "The passkey is 40917. Remember it.\n" + "x = 1\n" * 40
