@@ -242,6 +242,8 @@ def test_the_scheduler_continues_while_a_span_waits_for_blocks(world: tuple[Comp
     admit(loop, "d", 1000)
     compute(loop, "d", 1000)
     assert loop.work()[3:] == ["SpanTaskLost d"]  # never
+    stats = loop.core.stats()
+    assert (stats.prefill_tokens_total, stats.run_tokens_total) == (200, 200), "what spans compute is counted"
 
 
 def test_blocks_of_a_former_layout_are_freed(world: tuple[Computing, Turning]) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from tests.instance.instance_world import World, frame
@@ -46,21 +42,16 @@ def send(world: World, name: str, piece: int, sources: Iterable[int], start: int
         world[source].tell(SendKv(id=name, piece=piece, start=start, end=end, to=to))
 
 
-class KvLostError(AssertionError):
-    """An instance has told that something of a request is lost."""
-
-
 def _not_lost(world: World, name: str) -> None:
-    """Raise KvLostError where some instance has said so."""
+    """Raise AssertionError where an instance has told that something of a request is lost."""
     for one in world.instances:
         one.hear()
-        for word in one.said:
-            if isinstance(word, SpanTaskLost) and word.id == name:
-                raise KvLostError(f"instance {one.number} says: {word.why}")
+        lost = [word.why for word in one.said if isinstance(word, SpanTaskLost) and word.id == name]
+        assert not lost, f"instance {one.number} says: {lost[0]}"
 
 
 def arrived(world: World, name: str, to: int, pieces: Iterable[tuple[int, int]]) -> None:
-    """All of these (piece, source) have come, in any order, and nothing else has. Raises KvLostError for a loss."""
+    """All of these (piece, source) have come, in any order, and nothing else has."""
     left = set(pieces)
     while left:
         got = world[to].until(lambda: world[to].take(KvArrived, name) or _not_lost(world, name))
@@ -123,57 +114,3 @@ def end(world: World, *names: str) -> None:
     world.clean()
     words = [word for one in world.instances for word in one.said if isinstance(word, SpanTaskLost | KvArrived)]
     assert not [word for word in words if word.id in names]
-
-
-class Relay:
-    """Between two instances: it listens in the place of `target`, and can be cut, or slow."""
-
-    def __init__(self, folder: Path, target: str) -> None:
-        self.address = f"unix:{folder / 'relay'}"
-        self._target = target.removeprefix("unix:")
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(folder / "relay"))
-        self._listener.listen()
-        self._pairs: list[socket.socket] = []
-        self.hold = threading.Event()
-        self.hold.set()
-        self.passed = 0
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._threads[0].start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                far = socket.socket(socket.AF_UNIX)
-                self._pairs += [near, far]
-                far.connect(self._target)
-                for one, other in ((near, far), (far, near)):
-                    self._threads.append(threading.Thread(target=self._pass, args=(one, other), daemon=True))
-                    self._threads[-1].start()
-
-    def _pass(self, one: socket.socket, other: socket.socket) -> None:
-        with suppress(OSError):
-            while data := one.recv(4096):
-                self.hold.wait()
-                other.sendall(data)
-                self.passed += len(data)
-        for end_ in (one, other):
-            with suppress(OSError):
-                end_.shutdown(socket.SHUT_RDWR)
-
-    def cut(self) -> None:
-        # A copy: an end that connects again meanwhile is not cut off a second time.
-        for one in [*self._pairs]:
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-        self.hold.set()
-
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._threads[0].join()
-        self.cut()
-        for thread in self._threads:
-            thread.join()
-        for one in (self._listener, *self._pairs):
-            one.close()

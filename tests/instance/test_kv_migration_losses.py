@@ -1,24 +1,20 @@
-"""Hand-overs whose other end is killed, hangs, or is cut off: told on both sides, nothing stays, engines serve on."""
+"""Hand-overs whose other end is killed or hangs: told on both sides, nothing stays, engines serve on.
+
+Connections that are cut or slow: `test_peers`, `tests/transfer` (`test_another_connection_has_other_memory`,
+`test_a_receiver_that_hangs_delays_no_other`), and `tests/e2e/test_cluster_chaos.py`.
+"""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
-import msgspec
-import pytest
 from tests.helpers.polling import let_arrive
 from tests.instance.hand_overs import (
-    KvLostError,
-    Relay,
-    arrived,
     check_staged,
     end,
     params,
     reserve,
-    rest,
     send,
     submit,
 )
@@ -115,55 +111,3 @@ def test_a_receiver_that_hangs_delays_no_other(trio: World, expected: Expected) 
         trio[number].tell(AbortRequest("h"))
     trio.again(2)
     hands_over(trio, expected, "h2", 0, 2)
-
-
-@pytest.fixture
-def relay(trio: World, tmp_path: Path) -> Iterator[Relay]:
-    """What 0 sends to 2 passes here."""
-    trio[2].kill()
-    trio.again(2)
-    between = Relay(tmp_path, trio[2].peer.address)
-    assert trio[2].info is not None
-    trio[2].info = msgspec.structs.replace(trio[2].info, peer_address=between.address)
-    trio[0].kill()
-    trio.again(0)
-    yield between
-    between.close()
-    trio[2].kill()
-    trio.again(2)
-
-
-def test_a_socket_that_is_cut_half_way(trio: World, expected: Expected, relay: Relay) -> None:
-    hands_over(trio, expected, "c0", 0, 2)
-    assert relay.passed > 0
-    half_way(trio, "c", 0, 2)
-    let_arrive()
-    relay.cut()
-    assert "instance 0" in trio[2].wait(SpanTaskLost, "c", SOON_S).why
-    trio[0].tell(ResumeSpan("c"))
-    assert "instance 2" in trio[0].wait(SpanTaskLost, "c", SOON_S).why
-    trio[0].said.clear()
-    trio.forget("c")
-    try:
-        hands_over(trio, expected, "c1", 0, 2)
-    except KvLostError:
-        # The new connection was not there yet, or went down too: a router hears of it and begins again.
-        trio.forget("c1")
-        trio[0].said.clear()
-        hands_over(trio, expected, "c2", 0, 2)
-
-
-def test_a_slow_socket_delays_and_loses_nothing(trio: World, expected: Expected, relay: Relay) -> None:
-    prompt = prompt_of(150, 8)
-    reserve(trio, 2, "slow", 150)
-    relay.hold.clear()
-    submit(trio, 0, "slow", prompt, "prefill", max_tokens=5)
-    send(trio, "slow", 1, (0,), 0, 150, 2)
-    trio[0].wait(OutputDelta, "slow")
-    hands_over(trio, expected, "beside", 0, 1, but=(2,))
-    trio[2].hear(0.1)
-    assert trio[2].said == []
-    relay.hold.set()
-    arrived(trio, "slow", 2, [(1, 0)])
-    check_answer(rest(trio, 2, "slow", prompt, trio[0].deltas["slow"][0], max_tokens=5), *expected(prompt, 5))
-    end(trio, "slow")

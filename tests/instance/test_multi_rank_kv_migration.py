@@ -10,19 +10,17 @@ from pathlib import Path
 import pytest
 from tests.helpers.polling import let_arrive
 from tests.instance.hand_overs import (
-    arrived,
     check_chunks,
     check_staged,
     end,
     first_token,
     move,
-    params,
     reserve,
     rest,
     send,
     submit,
 )
-from tests.instance.instance_world import TOKEN_BYTES, Part, World
+from tests.instance.instance_world import TOKEN_BYTES, World
 from tests.instance.span_answers import Expected, check_answer, prompt_of
 
 ONE, TWO = 0, 1
@@ -61,21 +59,6 @@ def test_a_prefill_is_staged_and_handed_over_later(world: World, expected: Expec
     world[source].deltas.clear()
     move(world, name, (source,), 150, target)
     check_answer(rest(world, target, name, prompt, first, max_tokens=12), *expected(prompt, 12))
-    end(world, name)
-
-
-def test_a_run_is_handed_over_layer_by_layer(world: World, expected: Expected) -> None:
-    """Computed in two runs by the instance that is one process, decoded by several."""
-    prompt, name, target, parts = prompt_of(120), "runs", TWO, [Part(70, (ONE,)), Part(50, (ONE,))]
-    reserve(world, target, name, 120)
-    world.admit(name, prompt, [ONE], params(max_tokens=6))
-    for index, (start, stop) in enumerate(((0, 70), (70, 120))):
-        world.compute(name, parts, index)
-        send(world, name, index, (ONE,), start, stop, target)
-        word = world.done(name, parts[index])
-    arrived(world, name, target, [(0, ONE), (1, ONE)])
-    assert word.delta is not None
-    check_answer(rest(world, target, name, prompt, word.delta, max_tokens=6), *expected(prompt, 6))
     end(world, name)
 
 

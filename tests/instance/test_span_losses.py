@@ -1,19 +1,18 @@
-"""How runs end that cannot be completed: an instance is killed or hangs, a request is forgotten, the pool is full."""
+"""How runs end that cannot be completed: an instance is killed or hangs, a request is forgotten.
+
+Runs that wait for room: `test_rank_spans`, and `tests/engine/test_instance_agent.py`.
+"""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
 from tests.helpers.polling import let_arrive
 from tests.instance.instance_world import Part, World, runs
 from tests.instance.span_answers import (
     GREEDY,
     SOON_S,
     Expected,
-    check_answer,
     check_forgotten,
     check_service,
     pause_at_once,
@@ -22,7 +21,7 @@ from tests.instance.span_answers import (
     start_on_some,
 )
 
-from headway.runtime.engine.protocol import AbortRequest, ComputeSpan, SpanTaskDone, SpanTaskLost
+from headway.runtime.engine.protocol import AbortRequest, ComputeSpan, SpanTaskLost
 
 
 def test_a_span_ends_when_an_instance_is_killed(world: World, expected: Expected) -> None:
@@ -84,45 +83,3 @@ def test_a_span_that_does_not_fit_the_model_or_group_is_lost_with_a_reason(world
     world[0].tell(ComputeSpan(id="nobody", index=0, run=runs([Part(20, (0,))])[0], last=True))
     check_service(world, expected, "bad", (0, 1))
     world.clear()
-
-
-@pytest.fixture(scope="module")
-def narrow(checkpoint: Path) -> Iterator[World]:
-    """One instance with room for 600 tokens."""
-    one = World(checkpoint, 1, kv_cache_bytes=600 * 384, room_s=0.5)
-    yield one
-    one.close()
-
-
-def test_the_scheduler_continues_while_a_span_waits_for_room(narrow: World, expected: Expected) -> None:
-    part = Part(400, (0,))
-    narrow.prefill("a", prompt_of(400), [part])
-    narrow.admit("b", prompt_of(400), (0,), GREEDY)
-    narrow.compute("b", [part], 0)
-    narrow.ask(0, "s", prompt_of(30), max_tokens=5)
-    assert [t for delta in narrow[0].answer("s") for t in delta.tokens] == expected(prompt_of(30), 5)[0]
-    assert narrow[0].said == []
-    narrow.forget("a")
-    word = narrow[0].wait(SpanTaskDone, "b", 0.4)
-    assert word.delta is not None
-    check_answer([word.delta], *expected(prompt_of(400), 1))
-    narrow.admit("c", prompt_of(400), (0,), GREEDY)
-    narrow.compute("c", [part], 0)
-    assert "no room for 400 tokens" in narrow[0].wait(SpanTaskLost, "c", 1.5).why
-    narrow[0].until(lambda: narrow[0].stats.prefill_tokens_total == 830 or None)  # runs and iterations alike
-    narrow.forget("b")
-    narrow.clean()
-
-
-def test_a_span_waiting_for_room_may_be_forgotten(narrow: World) -> None:
-    part = Part(400, (0,))
-    narrow.prefill("d", prompt_of(400), [part])
-    narrow.admit("e", prompt_of(400), (0,), GREEDY)
-    narrow.compute("e", [part], 0)
-    let_arrive()
-    narrow.forget("e")
-    narrow.forget("d")
-    narrow.prefill("g", prompt_of(400), [part])
-    narrow.forget("g")
-    narrow.clean()
-    assert narrow[0].said == []
