@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from tests.latency.latency_models import gpu_roofline, table
+from tests.helpers.latency_models import gpu_roofline, table
 
 from headway.perf.latency.base import BatchLoad, LatencyModel, decode_load, load_s
 from headway.perf.latency.corrected import CorrectedLatency

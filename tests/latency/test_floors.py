@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.helpers.latency_models import tables
 from tests.helpers.unit_latency import Linear
-from tests.latency.latency_models import tables
 
 from headway.perf.latency.base import MAX_CHUNK, BatchLoad, LatencyModel
 from headway.perf.latency.corrected import CorrectedLatency

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.latency_models import gpu_roofline, literal_prefill_s, table, tables
 from tests.helpers.unit_latency import Linear
-from tests.latency.latency_models import gpu_roofline, literal_prefill_s, table, tables
 
 from headway.perf.latency.base import BatchLoad, PrefillCache, load_s
 from headway.perf.latency.corrected import CorrectedLatency

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.latency.latency_models import gpu_roofline, table, tables
+from tests.helpers.latency_models import gpu_roofline, table, tables
 
 from headway.perf.latency.base import MAX_CHUNK, BatchLoad, LatencyModel, load_s, solve_tokens
 from headway.perf.latency.corrected import CorrectedLatency

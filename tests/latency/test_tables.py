@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.latency.latency_models import RATES, SHAPE, gpu_roofline, table
+from tests.helpers.latency_models import RATES, SHAPE, gpu_roofline, table
 
 from headway.core.errors import ConfigError
 from headway.perf.latency import table as store

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from tests.helpers.fake_cluster import FakeCluster
 from tests.helpers.fake_engine import INFO, FakeEngine
 from tests.helpers.polling import eventually, run_ready_tasks
+from tests.server.fake_cluster import FakeClusterEngine
 
 from headway.runtime.engine.protocol import EngineStats
 from headway.serving.app import create_app
@@ -56,7 +56,7 @@ async def test_the_banner_says_what_runs(tokenizer: ModelTokenizer) -> None:
 
 
 async def test_the_banner_of_a_cluster_names_its_placement_and_roles(tokenizer: ModelTokenizer) -> None:
-    context = create_app(FakeCluster(state="ready"), tokenizer, ServerSettings()).state.headway
+    context = create_app(FakeClusterEngine(state="ready"), tokenizer, ServerSettings()).state.headway
     lines = banner(context, "http://127.0.0.1:8000").splitlines()
     assert "engine               native, 2 instances" in lines
     assert "placement            tetris on 1 prefill, 1 decode" in lines
