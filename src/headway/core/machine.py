@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import sys
 
 from headway.core.errors import ConfigError
+
+_MMAP_THRESHOLD = -3
+"""`M_MMAP_THRESHOLD` of malloc.h."""
+_MAPPED_BYTES = 128 << 10
+"""Blocks of so many bytes or more are mapped one by one, and unmapped when they are freed."""
 
 
 def require_linux(what: str) -> None:
@@ -16,6 +22,17 @@ def require_linux(what: str) -> None:
             f"{what} computes on Linux only; here run simulate, plan, reproduce, accel, trace, why, doctor and "
             "bench --url"
         )
+
+
+def give_back_memory() -> None:
+    """Let large blocks go back to the system when they are freed, where the C library is glibc: called once by a
+    process that takes in bodies of any size.
+
+    By default glibc keeps blocks below a bound that grows with each large one, and bodies of many sizes leave its heap
+    full of holes."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        libc.mallopt(_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
 def _usable() -> tuple[int, ...]:

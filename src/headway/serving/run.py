@@ -24,6 +24,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from headway.core.logs import setup
+from headway.core.machine import give_back_memory
 from headway.runtime.assembly.facts import line, summary
 from headway.runtime.cluster.instances import InstanceAdmin
 from headway.runtime.embedded import MODEL_NAME
@@ -204,6 +205,7 @@ def serve(
         sockets = bind(settings.host, settings.port)
     setup(settings.log_level, settings.log_format)
     raise_file_limit()
+    give_back_memory()
     server = DrainingServer(app, settings)
     gc.freeze()  # what was imported stays: collections need not look at it
     gc.enable()
