@@ -25,6 +25,8 @@ DECODE_EFFICIENCY = 0.8
 """Share of the best tokens per second that the default target between two tokens gives a prefill."""
 NEWCOMER_EFFICIENCY = 0.85
 """The same while nothing decodes, or decodes are ahead of their due times: only a newcomer would wait."""
+GUESSED_EFFICIENCY = 0.9
+"""Both where nobody has measured the machine: a guess errs, and what it takes for 90% of the best rate may be 70%."""
 ALONE_EFFICIENCY = 0.98
 """The same where newcomers are rare: longer iterations would gain a prompt next to nothing."""
 USEFUL_SHARE = 0.99
@@ -84,6 +86,10 @@ class EfficientChunks:
             least = self._least[bucket] = self._sizes[first]
         return least
 
+    def newcomer_s(self, context: int) -> float:
+        """Return the longest iteration, seconds, for which only a newcomer would wait."""
+        return self.aim_s(context, GUESSED_EFFICIENCY if self._latency.rough else NEWCOMER_EFFICIENCY)
+
     def alone_s(self, context: int) -> float:
         """Return the iteration, seconds, beyond which a lone prompt gains next to nothing.
 
@@ -102,7 +108,7 @@ class EfficientChunks:
         """Return `target_s`, bounded by a rough model too: a prompt would gain nothing by more, and others wait."""
         configured_s = config.t_target_s
         if configured_s is None:
-            return self.aim_s(context, DECODE_EFFICIENCY)
+            return self.aim_s(context, GUESSED_EFFICIENCY if self._latency.rough else DECODE_EFFICIENCY)
         if configured_s <= LEAST_AIM_S or config.exact_target:
             return configured_s
         return min(configured_s, self.useful_s(context, USEFUL_SHARE))
@@ -215,7 +221,7 @@ def newcomer_s(config: SchedulerConfig, chunks: EfficientChunks, context: int, e
     if config.exact_target:
         return aim_s
     rare_s = min(LONGEST_WAIT_S, _WAIT_SHARE * expected_s, chunks.alone_s(context))
-    return max(aim_s, chunks.aim_s(context, NEWCOMER_EFFICIENCY), rare_s)
+    return max(aim_s, chunks.newcomer_s(context), rare_s)
 
 
 class TbtTargets:
@@ -327,8 +333,8 @@ class IterationBudget:
         elif config.t_target_s is not None:
             bound_s = self.targets.least(self._aim_s(context))
         else:
-            newcomer_aim_s = self.chunks.aim_s(context, NEWCOMER_EFFICIENCY)
-            bound_s = self.targets.allowed(now, iteration, self._aim_s(context), newcomer_aim_s)
+            longest_s = self.chunks.newcomer_s(context)
+            bound_s = self.targets.allowed(now, iteration, self._aim_s(context), longest_s)
         # Floor: below a few times one token's cost an iteration is overhead only, and one tight target would stop
         # prefills.
         return bound_s if config.literal else max(bound_s, LEAST_GAIN * self._latency.rows_s(1))
