@@ -191,7 +191,7 @@ def test_chunks_of_hybrid_models_end_at_blocks() -> None:
     scheduler = engine.scheduler
     scheduler.need_mamba_block_aligned_split = True
     scheduler._headway = None  # made anew, it knows the block
-    engine.add("long", 5_003, 2)
+    engine.add("long", 9_003, 2)
     engine.add("chat", 101, 4)
     ends: list[int] = []
 
