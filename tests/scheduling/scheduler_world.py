@@ -34,8 +34,8 @@ BLOCK = 16
 
 
 @dataclass
-class Book:
-    """What one request has been seen to do. `shards`: (group, first token), in order; `cursor`: tokens that are
+class RequestBook:
+    """One request, as its batches have shown it. `shards`: (group, first token), in order; `cursor`: tokens that are
     computed or being computed in this life; `spread`: the most groups that it had at once."""
 
     request: Request
@@ -88,7 +88,7 @@ class World:
         else:
             self.scheduler = Scheduler(self.config, self.model, *block_managers)
         self.tables = [BlockTables(block_manager.n_blocks) for block_manager in block_managers]
-        self.books: dict[str, Book] = {}
+        self.books: dict[str, RequestBook] = {}
         self.flights: list[tuple[float, int, Batch, float]] = []
         self.free_s = [0.0] * len(block_managers)
         self.epochs: dict[tuple[int, int], tuple[str, ...]] = {(g, 0): () for g in range(len(block_managers))}
@@ -109,7 +109,7 @@ class World:
             assert self.steps < self.limit, "livelock: the plan does not end"
             while arrivals and arrivals[-1][0].arrival_s <= self.now:
                 request, output = arrivals.pop()
-                self.books[request.id] = Book(request, output)
+                self.books[request.id] = RequestBook(request, output)
                 self.scheduler.add(Span.whole(request), self.now)
             self._meddle()
             while (batch := self._next()) is not None:

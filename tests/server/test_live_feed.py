@@ -40,11 +40,10 @@ def test_a_quantile_of_the_histogram_is_within_five_per_cent(values: list[float]
 
 def test_percentiles_of_the_last_minute_are_of_all_its_values_and_of_no_older_ones() -> None:
     history = LatencyHistory()
-    history.at(3.0).ttft.add(50.0)
+    history.at(3.0).short_ttft.add(50.0)
     for second in range(60, 110):
-        history.at(float(second)).ttft.add(0.1)
-    # One of 51 values, alone in its bucket: not the minute's P90.
-    history.at(112.0).ttft.add(9.0)
+        history.at(float(second)).short_ttft.add(0.1)
+    # A long prompt, alone in its bucket.
     history.at(112.0).long_ttft.add(9.0)
     history.at(112.0).gaps.add(0.02, 7)
     minute = history.latencies(50.0)

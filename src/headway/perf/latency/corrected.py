@@ -24,7 +24,7 @@ from headway.perf.latency.table import FurtherPrompts, TableLatency, TableSource
 
 # Weight of an observation after each further one: a memory of about 200 iterations.
 _FORGET = 0.995
-# The same for a rough model: about 20, since it is to be right soon.
+# The same for a rough model: about 10, since it is to be right soon.
 _FORGET_ROUGH = 0.9
 # Bounds of every scale.
 FLOOR, CEILING = 0.05, 20.0
@@ -169,9 +169,8 @@ class CorrectedLatency(LatencyModel):
             # A scale that cannot fall further leaves the error to the others.
             x = np.where(self.scales > self._bounds[0], x, 0.0)
         px = self._p @ x
-        known = float(x @ px)
-        if known <= 0.0:
-            return
+        # Above 0 also where no scale can fall.
+        known = max(float(x @ px), 1e-12)
         gain = px / ((1.0 if self.rough else _FORGET) + known)
         self.scales = np.clip(self.scales + gain * error * self._unit, *self._bounds)
         if self.rough:
@@ -181,7 +180,8 @@ class CorrectedLatency(LatencyModel):
             weight = _FORGET_ROUGH - (1.0 - _FORGET_ROUGH) / known
             self._p -= np.outer(px, px) * (weight / (1.0 + weight * known))
         else:
-            # Standard RLS with forgetting factor: gain = P x / (lambda + x' P x), P = (P - gain x' P) / lambda.
+            # Standard RLS with forgetting factor: gain = P x / (lambda + x' P x), P = (P - gain x' P) / lambda. A
+            # measured model starts near the truth, and follows a host that slows down faster if it forgets everywhere.
             self._p = (self._p - np.outer(gain, px)) / _FORGET
             # Bound the covariance: it grows where no batch excites it, and one sample would then override a scale.
             trace = float(np.trace(self._p))

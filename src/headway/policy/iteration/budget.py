@@ -26,7 +26,7 @@ DECODE_EFFICIENCY = 0.8
 NEWCOMER_EFFICIENCY = 0.85
 """The same while nothing decodes, or decodes are ahead of their due times: only a newcomer would wait."""
 GUESSED_EFFICIENCY = 0.9
-"""Both where nobody has measured the machine: a guess errs, and what it takes for 90% of the best rate may be 70%."""
+"""Both under a rough model: where its rates are off, a chunk at 90% of its best rate may be at 70% of the true one."""
 ALONE_EFFICIENCY = 0.98
 """The same where newcomers are rare: longer iterations would gain a prompt next to nothing."""
 USEFUL_SHARE = 0.99

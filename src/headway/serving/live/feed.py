@@ -52,10 +52,6 @@ class DurationHistogram:
         """Add the other's durations."""
         self._counts.update(other._counts)
 
-    def remove(self, other: DurationHistogram) -> None:
-        """Take away the other's durations, which were added before."""
-        self._counts.subtract(other._counts)
-
     def quantile(self, share: float) -> float | None:
         """Return the duration below which this share lies, within 5%; None of nothing."""
         left = share * self._counts.total()
@@ -72,9 +68,8 @@ class HistoryBucket:
 
     number: int
     """Its start, in units of `BUCKET_S` on the feed's clock."""
-    ttft: DurationHistogram = field(default_factory=DurationHistogram)
+    short_ttft: DurationHistogram = field(default_factory=DurationHistogram)
     long_ttft: DurationHistogram = field(default_factory=DurationHistogram)
-    """Those of long prompts alone."""
     gaps: DurationHistogram = field(default_factory=DurationHistogram)
     met: int = 0
     missed: int = 0
@@ -87,7 +82,10 @@ class HistoryBucket:
     def row(self) -> list[float | int | None]:
         """Return it as the page has it: start, TTFT and TBT (median, P99), KV share, waiting, running, tokens a second
         of prefill and decode, met, missed."""
-        times = [self.ttft.quantile(0.5), self.ttft.quantile(0.99), self.gaps.quantile(0.5), self.gaps.quantile(0.99)]
+        ttft = DurationHistogram()
+        ttft.merge(self.short_ttft)
+        ttft.merge(self.long_ttft)
+        times = [ttft.quantile(0.5), ttft.quantile(0.99), self.gaps.quantile(0.5), self.gaps.quantile(0.99)]
         rates = [self.prefill_tokens / BUCKET_S, self.decode_tokens / BUCKET_S]
         loads = [self.kv_share, self.waiting, self.running]
         return [self.number * BUCKET_S, *times, *loads, *rates, self.met, self.missed]
@@ -116,8 +114,7 @@ class LatencyHistory:
         short, long, gaps = DurationHistogram(), DurationHistogram(), DurationHistogram()
         for bucket in self._buckets:
             if bucket.number * BUCKET_S > since_s:
-                short.merge(bucket.ttft)
-                short.remove(bucket.long_ttft)
+                short.merge(bucket.short_ttft)
                 long.merge(bucket.long_ttft)
                 gaps.merge(bucket.gaps)
         return {
@@ -276,9 +273,8 @@ class LiveFeed:
         if request.first_token_s is None or request.last_token_s is None:
             request.first_token_s = at_s
             request.computed = request.prompt_tokens
-            bucket.ttft.add(at_s - request.arrival_s)
-            if request.prompt_tokens > self.long_tokens:
-                bucket.long_ttft.add(at_s - request.arrival_s)
+            long = request.prompt_tokens > self.long_tokens
+            (bucket.long_ttft if long else bucket.short_ttft).add(at_s - request.arrival_s)
         else:
             gap_s = at_s - request.last_token_s
             bucket.gaps.add(gap_s / count, count)

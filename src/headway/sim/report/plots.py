@@ -156,7 +156,7 @@ def label_lines(axes: Axes, ends: Sequence[tuple[float, str, str]], height_in: f
     for at, lines, _, _ in places:
         centres.append(max(at, above + lines * line / 2))
         above = centres[-1] + lines * line / 2
-    # What stands above the axes moves all below it down.
+    # A label above the axes moves all labels below it down.
     below = max(1.0, places[-1][0]) if places else 1.0
     for index in range(len(centres) - 1, -1, -1):
         half = places[index][1] * line / 2
@@ -201,11 +201,16 @@ def convoy_figure(data: Mapping[str, Any], names: Mapping[str, str] | None = Non
     return figure
 
 
+def _place_of_ours(labels: Sequence[str]) -> int:
+    """Return which label names Headway; 0: none does."""
+    return next((at for at, label in enumerate(labels) if is_ours(label)), 0)
+
+
 def _convoy_title(data: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> str:
     """Return what was found: medians of Headway and of the slowest, else of the first and last."""
     beside = f"beside a {tokens(data['plan']['long_tokens'])}-token document"
     medians = [run["short"]["ttft_s"]["p50"] for run in runs]
-    mine = next((at for at, label in enumerate(labels) if is_ours(label)), 0)
+    mine = _place_of_ours(labels)
     if not medians or None in medians or mine == len(runs) - 1:
         return f"Chats' time to first token {beside}"
     return f"A chat waits {duration(medians[mine])} {beside},\nnot {duration(medians[-1])}"
@@ -213,7 +218,7 @@ def _convoy_title(data: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], la
 
 def _convoy_ratio(axes: Axes, runs: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> None:
     """Draw how many times shorter Headway's median wait is than the longest, or the shortest where none is Headway."""
-    mine = next((at for at, label in enumerate(labels) if is_ours(label)), 0)
+    mine = _place_of_ours(labels)
     first, last = (run["short"]["ttft_s"]["p50"] for run in (runs[mine], runs[-1])) if runs else (None, None)
     if not first or not last or mine == len(runs) - 1:
         return
@@ -324,7 +329,7 @@ def gantt_figure(
     with house_style():
         figure = new_figure(height_in=min(12.0, 1.5 + 0.27 * at))
         axes = figure.subplots()
-        # What is hatched lies over the rest.
+        # Hatched bars are drawn over the others.
         for bar in sorted(chosen, key=lambda one: one.kind in OUTLINED):
             y, width = rows[bar.instance], bar.end_s - bar.start_s
             if bar.kind == "transfer":
